@@ -1,0 +1,111 @@
+"""Causal attention without a mask, for every architecture whose attention needs nothing else.
+
+transformers materialises a mask under torch.compile and synchronises the device to look at one in eager mode. A row
+here is always full and causal, so attention is called with `is_causal` and no mask. Whether that is all that a model
+needs is decided by what the model hands over and by comparing outputs, never by its name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CAUSAL = "acc_lm_causal"
+PROBE = "acc_lm_probe"
+# Keywords that say nothing about which positions may be seen.
+HARMLESS = {
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' calling convention.
+
+    Args:
+        query, key, value: float [B, heads, T, D]; key and value may have fewer heads.
+        attention_mask: must be None.
+
+    Returns:
+        float [B, T, heads, D].
+    """
+    output = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=True,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
+    """Switch the model to `causal_attention` if that is exact for it; returns the name of what is in use, for people.
+
+    Two questions, on a tiny batch: does the attention ask for more than a causal flag (a window shorter than a row, a
+    soft cap, sinks, a keyword unknown here), and are the hidden states the same as on transformers' own path?
+    """
+    from transformers import AttentionInterface
+
+    own = model.config._attn_implementation
+    asked: dict[str, Any] = {}
+
+    def probe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+    ) -> Any:
+        asked.setdefault("called", True)
+        for name, given in keywords.items():
+            covers_row = name == "sliding_window" and given is not None and given >= sequence_length
+            if given is not None and name not in (*HARMLESS, "dropout", "scaling") and not covers_row:
+                asked[name] = given
+        if mask is not None:
+            asked["attention_mask"] = True
+        return causal_attention(module, query, key, value, None, scaling=keywords.get("scaling"))
+
+    AttentionInterface.register(CAUSAL, causal_attention)
+    AttentionInterface.register(PROBE, probe)
+    device = next(model.parameters()).device
+    ids = (torch.arange(16, device=device).reshape(2, 8) * 7 + 1) % model.config.get_text_config().vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            expected = model.base_model(input_ids=ids, use_cache=False)[0]
+            try:
+                model.set_attn_implementation(PROBE)
+                got = model.base_model(input_ids=ids, use_cache=False)[0]
+            except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
+                asked = {}  # this architecture does not go through the interface
+                got = expected
+        tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+        scale = expected.abs().max().item() or 1.0
+        same = (got - expected).abs().max().item() <= tolerance * scale
+        exact = set(asked) == {"called"} and same
+    finally:
+        model.train(was_training)
+    model.set_attn_implementation(CAUSAL if exact else own)
+    if exact:
+        return "causal, no mask"
+    needs = ", ".join(sorted(set(asked) - {"called"}))
+    return f"transformers' {own}" + (f" ({needs})" if needs else "")

@@ -1,0 +1,70 @@
+"""`acc-lm`: the companions of a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from acc_lm.errors import ConfigError, UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry of the `acc-lm` command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="acc-lm", description="The companions of a training run.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    generate = verbs.add_parser("generate", help="print text that an exported model writes")
+    generate.add_argument("model", type=Path, help="folder of an exported model, e.g. runs/quickstart/final")
+    generate.add_argument("--prompt", default="", help="text to go on from")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=100, metavar="N", help="length of the text, in tokens (default 100)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 always takes the likeliest token (default 0.8)"
+    )
+    generate.add_argument(
+        "--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest tokens (default 50)"
+    )
+    generate.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+
+    recipe = verbs.add_parser("recipe", help="print the reference of all recipe keys")
+    recipe.add_argument(
+        "format", choices=("schema", "markdown"), help="schema: recipes/schema.json; markdown: docs/recipe.md"
+    )
+
+    known = parser.parse_args(arguments)
+    try:
+        return {"generate": _generate, "recipe": _recipe}[known.verb](known)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return error.exit_code
+
+
+def _generate(known: argparse.Namespace) -> int:
+    if not (known.model / "config.json").is_file():
+        raise ConfigError(f"model must be the folder of an exported model, got {known.model}; name the final/ of a run")
+    for name, wrong, wanted in (
+        ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
+        ("--temperature", known.temperature < 0, "0 or more"),
+        ("--top-k", known.top_k < 1, "at least 1"),
+    ):
+        if wrong:
+            raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
+    from acc_lm.console import quiet_libraries
+    from acc_lm.export import sample_text
+
+    quiet_libraries()
+    print(sample_text(
+        known.model, known.prompt, max_new_tokens=known.max_new_tokens,
+        temperature=known.temperature, top_k=known.top_k, seed=known.seed,
+    ))  # fmt: skip
+    return 0
+
+
+def _recipe(known: argparse.Namespace) -> int:
+    from acc_lm.recipe import json_schema, markdown
+
+    print(json_schema() if known.format == "schema" else markdown(), end="")
+    return 0

@@ -1,0 +1,56 @@
+"""The command line of `train.py`: a recipe, `dotted.key=value` overrides, and nothing that could be misread."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from acc_lm.config import Config
+from acc_lm.errors import ConfigError
+from acc_lm.recipe import FOREIGN_NAMES, dump_config, help_text, load_config
+
+USAGE = "train.py [--config FILE] [--print-config] [section.key=value ...]"
+
+
+def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> Config | None:
+    """The recipe of this command line; None when it only asked for text, which was printed.
+
+    Raises:
+        ConfigError: an argument that is not one, or any problem of the recipe.
+    """
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage=USAGE,
+        description="Train a causal language model: the recipe says what to learn, the Accelerate config only where.",
+        epilog="Keys of a recipe; each can be set on the command line as section.key=value:\n" + help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", type=Path, default=default_recipe, metavar="FILE", help="recipe (default: recipes/quickstart.yaml)"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved recipe, which reproduces the run, and exit"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe; the last one wins"
+    )
+    known, unknown = parser.parse_known_intermixed_args(list(arguments))
+    strange = [argument for argument in unknown if argument.startswith("-")]
+    if strange:
+        raise ConfigError(*(_explain_option(option) for option in strange))
+    config = load_config(known.config, known.overrides)
+    if known.print_config:
+        print(dump_config(config), end="")
+        return None
+    return config
+
+
+def _explain_option(option: str) -> str:
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    if name in FOREIGN_NAMES:
+        hint = f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}=VALUE"
+    else:
+        hint = "keys are written without dashes, as section.key=value"
+    return f"command line: must be --config, --print-config or section.key=value, got {option!r}; {hint}"

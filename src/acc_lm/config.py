@@ -1,0 +1,361 @@
+"""The contract: every key of a recipe with its type, range, default and unit, once.
+
+`--help`, `docs/recipe.md`, `recipes/schema.json` and all validation are made from these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+_STRING_LIST = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), WithJsonSchema(_STRING_LIST)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelConfig(Section):
+    """Which model: `name_or_path` continues from existing weights, `config` starts from scratch."""
+
+    name_or_path: str | None = None
+    """Hub id or local folder of a causal language model to continue from."""
+    revision: str | None = None
+    """Branch, tag or commit of the Hub id."""
+    config: dict[str, Any] | None = None
+    """From scratch: `model_type` of transformers and its own field names; ids and sizes left out come from the tokenizer."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the parameters; compute precision is `training.mixed_precision`."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute, same result."""
+    resize_embeddings: bool = False
+    """Enlarge the embeddings when the tokenizer has more ids than the model."""
+    trust_remote_code: bool = False
+    """Run Python code that a model repository brings along."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.name_or_path is None) == (self.config is None):
+            got = "neither" if self.config is None else "both"
+            raise ValueError(
+                f"must have exactly one of name_or_path and config, got {got}; "
+                "set the one you do not want to null (name_or_path: existing weights, config: from scratch)"
+            )
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("config must name a model_type of transformers, got none; add e.g. model_type: llama")
+        return self
+
+
+class TokenizerConfig(Section):
+    """How text becomes ids: an existing tokenizer, or one made from the training split."""
+
+    name_or_path: str | None = None
+    """Hub id or local folder; wins over `kind`. null: the tokenizer of `model.name_or_path`, else `kind`."""
+    revision: str | None = None
+    """Branch, tag or commit of the Hub id."""
+    kind: Literal["bpe", "char", "byte"] = "bpe"
+    """Tokenizer made here: byte-level BPE trained on the training split, characters, or bytes."""
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Number of ids of a BPE trained here, the 256 bytes and the end token included."""
+
+
+class DataConfig(Section):
+    """Which text, how it is split and cut into rows."""
+
+    source: Literal["python_stdlib", "synthetic", "files", "hub"] = "python_stdlib"
+    """python_stdlib: the standard library of this Python; synthetic: a Markov chain of known entropy; files; hub: `datasets.load_dataset`."""
+    files: Strings = ()
+    """Files or globs (txt, jsonl, json, csv, parquet, arrow, mixed), for source `files`."""
+    dataset: str | None = None
+    """Dataset on the Hub or a local folder of data files, for source `hub`."""
+    dataset_config: str | None = None
+    """Configuration (subset) of the dataset."""
+    dataset_split: str = "train"
+    """Split to train on."""
+    eval_split: str | None = None
+    """Split to evaluate on; null: `eval_fraction` of the training split is held out."""
+    text_column: str = "text"
+    """Column that holds the text in everything but txt files."""
+    skip_bad_rows: Count = 0
+    """Records without usable text that are tolerated, skipped and counted; one more is an error."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the text (by bytes, whole documents) that is held out, when nothing else names the held-out text."""
+    eval_files: Strings = ()
+    """Files or globs to evaluate on; then all of `files` is trained on."""
+    sequence_length: Annotated[int, Field(ge=2)] = 128
+    """Targets per row, in tokens; a row holds one id more."""
+    synthetic_tokens: Annotated[int, Field(ge=1000)] = 2_000_000
+    """Length of the synthetic training text, in symbols."""
+    num_workers: Count = 0
+    """Processes that read rows ahead, per training process; never changes the result."""
+    cache_dir: str | None = None
+    """Where token rows are kept; null: $ACC_LM_CACHE, else ~/.cache/acc-lm."""
+
+    @model_validator(mode="after")
+    def _source_is_named(self) -> DataConfig:
+        if self.source == "files" and not self.files:
+            raise ValueError("files must name at least one file for source files, got none; add data.files")
+        if self.source == "hub" and not self.dataset:
+            raise ValueError("dataset must name a dataset for source hub, got none; add data.dataset")
+        if self.source != "files" and (self.files or self.eval_files):
+            key = "files" if self.files else "eval_files"
+            raise ValueError(
+                f"{key} must be empty for source {self.source}, got {list(getattr(self, key))}; set data.source to files"
+            )
+        if self.source != "hub" and self.dataset:
+            raise ValueError(
+                f"dataset must be null for source {self.source}, got {self.dataset!r}; set data.source to hub"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """How long, in which batches, and what is reported when."""
+
+    max_steps: PositiveInt | None = None
+    """Optimizer steps; give this or `num_epochs`."""
+    num_epochs: PositiveFloat | None = None
+    """Passes over the training rows; give this or `max_steps`."""
+    global_batch_size: PositiveInt = 16
+    """Rows per optimizer step, over all processes."""
+    micro_batch_size: PositiveInt = 16
+    """Rows per forward pass of one process; decides memory, never the result."""
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
+    """Compute precision; null: what the Accelerate config says."""
+    allow_tf32: bool = False
+    """Let fp32 matrix products use TF32 on GPUs that have it."""
+    deterministic: bool = False
+    """Only deterministic kernels (slower on a GPU)."""
+    log_every: PositiveInt = 10
+    """Period of the training log, in steps."""
+    eval_every: PositiveInt | None = 100
+    """Period of the evaluation, in steps; the last step is always evaluated."""
+    eval_batches: PositiveInt | None = None
+    """Evaluate on this many batches of `global_batch_size` rows; null: on all held-out rows."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> TrainingConfig:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            got = "neither" if self.max_steps is None else "both"
+            raise ValueError(f"must have exactly one of max_steps and num_epochs, got {got}; set the other one to null")
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size must be a multiple of micro_batch_size {self.micro_batch_size}, "
+                f"got {self.global_batch_size}; nearest: {nearest_multiples(self.global_batch_size, self.micro_batch_size)}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW, with weight decay on matrices only and clipping by the global norm."""
+
+    name: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    learning_rate: PositiveFloat = 3e-3
+    """Peak learning rate."""
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    """Decay of the first and second moment, per step."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Rate = 0.1
+    """Decoupled weight decay, per unit of learning rate; not on biases and norms."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null: no clipping."""
+
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "cosine",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "cosine_warmup_with_min_lr",
+    "inverse_sqrt",
+    "linear",
+    "polynomial",
+    "warmup_stable_decay",
+)
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the optimizer step, by transformers' names."""
+
+    name: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    """Schedule of transformers; `cosine` with a minimum is `cosine_with_min_lr`."""
+    warmup_steps: Count = 30
+    """Steps over which the rate rises linearly from 0."""
+    min_learning_rate: Rate = 0.0
+    """Rate at the end of the schedule, for those that have one."""
+    arguments: dict[str, Any] = {}
+    """More arguments of the schedule, e.g. num_decay_steps, num_cycles, power."""
+
+    @model_validator(mode="after")
+    def _minimum_is_used(self) -> ScheduleConfig:
+        served = ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr")
+        if self.min_learning_rate > 0 and self.name not in served:
+            raise ValueError(
+                f"min_learning_rate must be 0 for schedule {self.name}, got {self.min_learning_rate}; "
+                f"it belongs to {', '.join(served)}; others take schedule.arguments"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """When the state of the run is saved, what is kept, and how a run goes on."""
+
+    every: PositiveInt | None = 100
+    """Period, in steps; null: only at the end (and when stopped)."""
+    every_epochs: PositiveFloat | None = None
+    """Period, in passes over the training rows, beside `every`."""
+    keep_last: Annotated[int, Field(ge=2)] | None = 2
+    """Newest checkpoints kept; at least 2, for the newest may be damaged; null: all."""
+    keep_best: Count = 1
+    """Checkpoints kept for the lowest evaluation loss."""
+    resume: str = "auto"
+    """auto: go on from the newest valid checkpoint of `output_dir`; never: refuse a folder that has some; or a path to start from."""
+    allow_changed_recipe: bool = False
+    """Go on although the recipe differs from the checkpoint's in what is learned."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go beside `metrics.jsonl`."""
+
+    report_to: Annotated[
+        tuple[Literal["wandb", "tensorboard"], ...],
+        BeforeValidator(_as_tuple),
+        WithJsonSchema({"type": "array", "items": {"enum": ["wandb", "tensorboard"]}}),
+    ] = ("wandb",)
+    """Trackers; wandb works offline by itself when there is no key or no network."""
+    project: str = "acc-lm"
+    """Project in the tracker."""
+    run_name: str | None = None
+    """Name in the tracker; null: the name of `output_dir`."""
+
+
+class ExportConfig(Section):
+    """The sample of text that ends the run."""
+
+    sample_prompt: str | None = None
+    """Start of the sample; null: the first tokens of the held-out text."""
+    sample_tokens: Count = 80
+    """Length of the sample, in tokens; 0: none."""
+
+
+class DistributedConfig(Section):
+    """Settings of the process group and of DDP that an Accelerate config cannot express."""
+
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters without a gradient (slower)."""
+    gradient_as_bucket_view: bool = True
+    """Gradients share the memory of DDP's buckets."""
+    bucket_cap_mb: PositiveInt = 25
+    """Size of a gradient bucket, in MiB."""
+    static_graph: bool = False
+    """Tell DDP that every step uses the same parameters."""
+    comm_hook: Literal["none", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "none"
+    """Compression of the gradient all-reduce; changes the numbers, except none."""
+    timeout_seconds: PositiveInt = 600
+    """How long a process waits for the others in a collective."""
+
+
+class Config(Section):
+    """A whole recipe."""
+
+    output_dir: str = "runs/quickstart"
+    """Folder of the run; relative to where the command is typed."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Decides initial weights, order of the rows and dropout."""
+    model: ModelConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    export: ExportConfig = ExportConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        steps = self.training.max_steps
+        if steps is not None and self.schedule.warmup_steps > steps:
+            raise ValueError(
+                f"schedule.warmup_steps must be at most training.max_steps {steps}, got {self.schedule.warmup_steps}; lower it"
+            )
+        if self.schedule.min_learning_rate > self.optimizer.learning_rate:
+            raise ValueError(
+                f"schedule.min_learning_rate must be at most optimizer.learning_rate {self.optimizer.learning_rate}, "
+                f"got {self.schedule.min_learning_rate}; lower it"
+            )
+        return self
+
+
+# Keys that say where and how a run is carried out, not what it learns: they may change on resume.
+NOT_LEARNED = (
+    "output_dir",
+    "checkpoint",
+    "tracking",
+    "export",
+    "distributed",
+    "data.num_workers",
+    "data.cache_dir",
+    "training.micro_batch_size",
+    "training.log_every",
+    "training.eval_every",
+    "training.eval_batches",
+    "training.deterministic",
+    "model.gradient_checkpointing",
+)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}; empty mappings stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ in what is learned: {key: (old, new)}; a longer run is no change.
+
+    Args:
+        old, new: two resolved recipes as plain mappings (`Config.model_dump(mode="json")`).
+    """
+    before, after = flatten(old), flatten(new)
+    changes = {}
+    for key in sorted(before.keys() | after.keys()):
+        if any(key == free or key.startswith(free + ".") for free in NOT_LEARNED):
+            continue
+        was, now = before.get(key), after.get(key)
+        longer = key in ("training.max_steps", "training.num_epochs") and was and now and now > was
+        if was != now and not longer:
+            changes[key] = (was, now)
+    return changes
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """The multiples of `of` just below and above `number`, for an error message."""
+    below = number // of * of
+    return ", ".join(str(n) for n in (below, below + of) if n > 0)

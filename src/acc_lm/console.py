@@ -1,0 +1,151 @@
+"""What a run shows on the terminal: the start block, one bar or plain lines, and the score at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from acc_lm import history, summary
+from acc_lm.config import Config
+from acc_lm.data import Data
+from acc_lm.evaluation import EvaluationResult
+from acc_lm.export import sample_text
+from acc_lm.model import ModelFacts
+from acc_lm.runtime import Identity
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own progress bars and notices out of ours; their errors still show."""
+    from transformers import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def start_block(
+    config: Config, identity: Identity, model: ModelFacts, data: Data, num_steps: int, tracking: str
+) -> str:
+    """Everything that decides the run, before its first step."""
+    training = config.training
+    accumulation = training.global_batch_size // (training.micro_batch_size * identity.num_processes)
+    tokens = training.global_batch_size * config.data.sequence_length
+    rows = len(data.train)
+    facts = data.facts
+    processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
+    micro = training.micro_batch_size
+    lines = [
+        (
+            "strategy",
+            f"{identity.strategy}, {processes}, {identity.device}, {identity.precision}, {identity.threads} threads each",
+        ),
+        ("placement", identity.placement),
+        (
+            "global batch",
+            f"{training.global_batch_size} = {micro} micro x {identity.num_processes} processes x {accumulation} accumulation",
+        ),
+        ("step", f"{tokens:,} tokens; {num_steps:,} steps = {num_steps * tokens:,} tokens"),
+        (
+            "model",
+            f"{model.num_parameters:,} parameters ({model.num_trainable:,} trained); attention: {model.attention}; loss: {model.loss}",
+        ),
+        (
+            "text",
+            f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens ({facts.vocab_size:,} ids)",
+        ),
+        (
+            "held out",
+            f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens",
+        ),
+        (
+            "rows",
+            f"{rows:,} of {config.data.sequence_length} tokens; 1 epoch = {math.ceil(rows / training.global_batch_size):,} steps",
+        ),
+        ("tracking", tracking),
+        ("output", config.output_dir),
+    ]
+    if "entropy_rate" in facts.source:
+        lines.append(("floor", f"{facts.source['entropy_rate']:.4f} nats per symbol, the entropy rate of the source"))
+    if facts.skipped_records:
+        lines.append(("note", f"{facts.skipped_records} records without usable text were skipped"))
+    if facts.shared_documents:
+        lines.append(("warning", f"{facts.shared_documents} held-out documents are in the training text too"))
+    if model.dropout > 0:
+        lines.append(
+            (
+                "note",
+                f"dropout {model.dropout}: its masks depend on the split, so other splits agree in distribution only",
+            )
+        )
+    lines += [("note", note) for note in identity.notes]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+class Bar:
+    """Progress of the main process: a bar on a terminal, a plain line per logged step elsewhere."""
+
+    def __init__(self, num_steps: int, step: int, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._num_steps = num_steps
+        self._first = step
+        self._start = time.monotonic()
+        self._plain = enabled and not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not enabled or self._plain
+        )
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """The newest training metrics."""
+        if not self._enabled:
+            return
+        loss, rate, speed = (metrics[f"train/{name}"] for name in ("loss", "learning_rate", "tokens_per_second"))
+        if self._plain:
+            left = (time.monotonic() - self._start) / max(step - self._first, 1) * (self._num_steps - step)
+            self.line(
+                f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {_duration(left)} left"
+            )
+        else:
+            self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s", refresh=False)
+
+    def show_evaluation(self, step: int, result: EvaluationResult) -> None:
+        self.line(
+            f"step {step}/{self._num_steps}  eval loss {result.loss:.4f}  perplexity {result.perplexity:.2f}  "
+            f"accuracy {result.token_accuracy:.4f}  bits per byte {result.bits_per_byte:.4f}"
+        )
+
+    def line(self, text: str) -> None:
+        """A line that does not break the bar."""
+        if self._enabled:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], final: Path) -> str:
+    """A sample, the score beside the compressors everybody knows, and where everything is."""
+    parts = []
+    if config.export.sample_tokens:
+        prompt = config.export.sample_prompt
+        if prompt is None:
+            prompt = data.tokenizer.decode(data.evaluation[0]["input_ids"][0, :16])
+        parts.append("sample:\n" + sample_text(final, prompt, max_new_tokens=config.export.sample_tokens))
+    names = {"model": "this model", "gzip": "gzip -9", "xz": "xz -9"}
+    table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
+    parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))
+    parts.append(f"model   {final}\ncurves  {final.parent / history.PICTURE}\nsummary {final.parent / summary.FILE}")
+    return "\n\n".join(parts)

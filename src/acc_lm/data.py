@@ -1,0 +1,450 @@
+"""Documents -> token rows on disk, made once and found again by the hash of their content.
+
+    corpus ──► held-out documents ──► tokenizer ──► <cache>/<key>/{train,eval}.bin ──► Rows ──► micro-batches
+
+A row holds `sequence_length + 1` ids and overlaps the next by one id, so every token but a split's first is a target.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import lzma
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from acc_lm.config import DataConfig, TokenizerConfig
+from acc_lm.errors import DataError
+from acc_lm.order import MicroBatches
+from acc_lm.sources import Corpus, Document, Skipped, hash_text, open_corpus
+from acc_lm.tokenizer import make_tokenizer, pieces_of, text_encoder, token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100
+FORMAT = "rows-1"  # part of every cache key: raise it when the files or their meaning change
+BATCH_CHARACTERS = 4_000_000
+COMPRESS_LIMIT = 16_000_000  # bytes of held-out text up to which gzip and xz are run for comparison
+
+Batch = dict[str, torch.Tensor]
+
+
+class Rows(Dataset[Batch]):
+    """The rows of one split, cut out of its tokens when asked for.
+
+    Args:
+        tokens: ids of the whole split, uint16 or uint32 [num_tokens], memory-mapped.
+        sequence_length: targets per row.
+        bytes_of_token: UTF-8 bytes that each token stands for, uint32 [num_tokens]; None where nobody asks.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, bytes_of_token: np.ndarray | None = None) -> None:
+        self.tokens = np.asarray(tokens)
+        self.sequence_length = sequence_length
+        self.bytes_of_token = bytes_of_token
+
+    def __len__(self) -> int:
+        return math.ceil((len(self.tokens) - 1) / self.sequence_length)
+
+    def __getitem__(self, row: int) -> Batch:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: Iterable[int]) -> Batch:
+        """input_ids and targets, int64 [B, sequence_length]; targets[t] follows input_ids[t], or is IGNORE_INDEX.
+
+        Row -1 is an empty row: it fills up the last batch of an evaluation and has no target.
+        """
+        rows = list(rows)
+        length = self.sequence_length
+        ids = np.zeros((len(rows), length + 1), dtype=np.int64)
+        short: list[tuple[int, int]] = []
+        for i, row in enumerate(rows):
+            start = row * length
+            piece = self.tokens[start : start + length + 1] if row >= 0 else self.tokens[:0]
+            ids[i, : len(piece)] = piece
+            if len(piece) <= length:
+                short.append((i, max(len(piece), 1)))
+        tensor = torch.from_numpy(ids)
+        targets = tensor[:, 1:]
+        if short:
+            targets = targets.clone()
+            for i, count in short:
+                targets[i, count - 1 :] = IGNORE_INDEX
+        return {"input_ids": tensor[:, :-1], "targets": targets}
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Targets in these rows."""
+        left = len(self.tokens) - 1 - np.asarray(rows) * self.sequence_length
+        return int(np.clip(left, 0, self.sequence_length).sum())
+
+    def count_bytes(self, rows: Iterable[int]) -> int:
+        """UTF-8 bytes of the text that the targets of these rows stand for."""
+        assert self.bytes_of_token is not None
+        length = self.sequence_length
+        spans = (slice(row * length + 1, (row + 1) * length + 1) for row in rows if row >= 0)
+        return sum(int(self.bytes_of_token[span].sum(dtype=np.int64)) for span in spans)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known about the text of a run; kept beside the rows."""
+
+    vocab_size: int
+    train_documents: int
+    train_bytes: int
+    train_tokens: int
+    eval_documents: int
+    eval_bytes: int
+    eval_tokens: int
+    skipped_records: int = 0
+    shared_documents: int = 0
+    eval_files: tuple[str, ...] = ()
+    gzip_bytes: int | None = None
+    xz_bytes: int | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def compressed_bits_per_byte(self) -> dict[str, float]:
+        """Bits per byte of gzip -9 and xz -9 on the held-out text as one stream."""
+        sizes = {"gzip": self.gzip_bytes, "xz": self.xz_bytes}
+        return {name: 8 * size / self.eval_bytes for name, size in sizes.items() if size is not None}
+
+
+@dataclass(frozen=True)
+class Data:
+    train: Rows
+    evaluation: Rows
+    tokenizer: PreTrainedTokenizerBase
+    facts: DataFacts
+    key: str
+    """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
+
+
+def build_data(
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+    global_batch_size: int,
+    is_main_process: bool = True,
+) -> Data:
+    """Tokenised rows of both splits, from the cache or made now, under a file lock and no collective.
+
+    Args:
+        tokenizer: an existing one; None: made from the training split as `tokenizer_config` says.
+
+    Raises:
+        DataError: text that cannot be read, or too little of it.
+    """
+    corpus = open_corpus(config, seed)
+    made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
+    parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
+    key = hash_text(repr(parts))
+    cache = Path(config.cache_dir or os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm").expanduser()
+    folder = cache / key
+    if not _is_complete(folder):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir must be a writable folder, got {cache} ({error.strerror}); choose another"
+            ) from None
+        if not is_main_process:
+            time.sleep(1)  # let the main process, which shows the progress bar, take the lock
+        with (cache / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel gives it up when its holder dies
+            if not _is_complete(folder):
+                for leftover in cache.glob(f".{key}.*"):
+                    shutil.rmtree(leftover)
+                work = cache / f".{key}.{os.getpid()}"
+                work.mkdir()
+                try:
+                    _build(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    work.rename(folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    return _load(folder, key, config, tokenizer, global_batch_size)
+
+
+def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    return hash_text(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}")  # type: ignore[attr-defined]
+
+
+def _is_complete(folder: Path) -> bool:
+    """True when every file listed in `facts.json`, which is written last, has the size it should have."""
+    try:
+        sizes = json.loads((folder / "facts.json").read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _load(folder: Path, key: str, config: DataConfig, tokenizer: Any, global_batch_size: int) -> Data:
+    values = json.loads((folder / "facts.json").read_text())
+    values.pop("files")
+    facts = DataFacts(**values | {"eval_files": tuple(values["eval_files"])})
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    dtype = _id_dtype(facts.vocab_size)
+    train = Rows(np.memmap(folder / "train.bin", dtype=dtype, mode="r"), config.sequence_length)
+    evaluation = Rows(
+        np.memmap(folder / "eval.bin", dtype=dtype, mode="r"),
+        config.sequence_length,
+        np.asarray(np.memmap(folder / "eval_bytes.bin", dtype=np.uint32, mode="r")),
+    )
+    _check_amount(len(train.tokens), config.sequence_length, global_batch_size, exact=True)
+    return Data(train, evaluation, tokenizer, facts, key)
+
+
+def _check_amount(num_tokens: int, sequence_length: int, global_batch_size: int, *, exact: bool) -> None:
+    """Refuse text that cannot fill one row or one global batch; `exact` says whether the tokens were counted."""
+    about = "" if exact else "at most "
+    if num_tokens < sequence_length + 1:
+        raise DataError(
+            f"data: the training text must fill a row of data.sequence_length {sequence_length} + 1 tokens, "
+            f"got {about}{num_tokens}; lower it or add text"
+        )
+    num_rows = math.ceil((num_tokens - 1) / sequence_length)
+    if num_rows < global_batch_size:
+        rows = "row" if num_rows == 1 else "rows"
+        raise DataError(
+            f"data: the training text must fill training.global_batch_size {global_batch_size} rows, "
+            f"got {about}{num_rows} {rows} of {sequence_length} tokens; lower it or add text"
+        )
+
+
+# --- building ------------------------------------------------------------------------------------------------------
+
+
+def _id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def _build(
+    corpus: Corpus,
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    work: Path,
+    global_batch_size: int,
+    show_progress: bool,
+) -> None:
+    train, evaluation, sizes = split_documents(corpus, config)
+    # A token stands for at least one byte, so bytes bound the tokens before any tokenizer is trained.
+    _check_amount(
+        sizes["train_bytes"] + sizes["train_documents"], config.sequence_length, global_batch_size, exact=False
+    )
+    if tokenizer is None:
+        tokenizer = make_tokenizer(tokenizer_config, (document.text for document in train()))
+        tokenizer.save_pretrained(work / "tokenizer")
+    vocab_size = len(tokenizer)
+    dtype = _id_dtype(vocab_size)
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+    encoder = text_encoder(tokenizer)
+    total = sizes["train_bytes"] + sizes["eval_bytes"]
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
+        with (work / "train.bin").open("wb") as ids_file:
+            train_tokens = 0
+            for ids, _, num_bytes in _encode(train(), encoder, end, with_bytes=False):
+                ids_file.write(ids.astype(dtype).tobytes())
+                train_tokens += len(ids)
+                bar.update(num_bytes)
+            _flush(ids_file)
+        eval_files: list[str] = []
+        eval_text: list[bytes] = []
+        keep_text = sizes["eval_bytes"] <= COMPRESS_LIMIT
+        eval_tokens = 0
+
+        def noted() -> Iterator[Document]:
+            for document in evaluation():
+                if document.file:
+                    eval_files.append(document.file)
+                if keep_text:
+                    eval_text.append(document.text.encode())
+                yield document
+
+        with (work / "eval.bin").open("wb") as ids_file, (work / "eval_bytes.bin").open("wb") as bytes_file:
+            for ids, byte_counts, num_bytes in _encode(noted(), encoder, end, with_bytes=True):
+                ids_file.write(ids.astype(dtype).tobytes())
+                bytes_file.write(byte_counts.tobytes())
+                eval_tokens += len(ids)
+                bar.update(num_bytes)
+            _flush(ids_file)
+            _flush(bytes_file)
+    if eval_tokens < 2:
+        raise DataError(
+            "data: the held-out text must have at least one target, got none; raise data.eval_fraction or add text"
+        )
+    stream = b"".join(eval_text)
+    facts = DataFacts(
+        vocab_size=vocab_size,
+        train_tokens=train_tokens,
+        eval_tokens=eval_tokens,
+        eval_files=tuple(eval_files),
+        gzip_bytes=len(gzip.compress(stream, 9)) if keep_text else None,
+        xz_bytes=len(lzma.compress(stream, preset=9)) if keep_text else None,
+        source=corpus.facts,
+        **sizes,
+    )
+    names = ["train.bin", "eval.bin", "eval_bytes.bin"]
+    names += [str(path.relative_to(work)) for path in (work / "tokenizer").glob("*")]
+    files = {name: (work / name).stat().st_size for name in names}
+    with (work / "facts.json").open("w") as file:
+        json.dump({**asdict(facts), "files": files}, file)
+        _flush(file)
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def split_documents(
+    corpus: Corpus, config: DataConfig
+) -> tuple[Callable[[], Iterator[Document]], Callable[[], Iterator[Document]], dict[str, int]]:
+    """Training and held-out documents, disjoint: (train, evaluation, counts).
+
+    Held out are the documents with the smallest content hashes until `eval_fraction` of the bytes is reached, so equal
+    documents stay on one side and neither order nor seed matters. A lone document is cut, its tail held out.
+    """
+    skipped = Skipped(config.skip_bad_rows)
+    hashes, sizes = _hash_documents(corpus.train(skipped))
+    if len(hashes) == 0:
+        raise DataError("data: the text must have at least one document, got none; add text")
+
+    def again(read: Callable[[Skipped], Iterator[Document]]) -> Iterator[Document]:
+        return read(Skipped(config.skip_bad_rows))
+
+    shared = 0
+    if corpus.evaluation is not None:
+        read_evaluation = corpus.evaluation
+        eval_skipped = Skipped(config.skip_bad_rows)
+        eval_hashes, eval_sizes = _hash_documents(read_evaluation(eval_skipped))
+        skipped.count += eval_skipped.count
+        shared = int(np.isin(eval_hashes, hashes).sum())
+        train = lambda: again(corpus.train)  # noqa: E731
+        evaluation = lambda: again(read_evaluation)  # noqa: E731
+        train_sizes = sizes
+    elif len(np.unique(hashes)) == 1:
+        document = next(again(corpus.train))
+        cut = max(1, min(len(document.text) - 1, round(len(document.text) * (1 - config.eval_fraction))))
+        head, tail = Document(document.text[:cut], document.file), Document(document.text[cut:], document.file)
+        train = lambda: iter([head])  # noqa: E731
+        evaluation = lambda: iter([tail])  # noqa: E731
+        train_sizes, eval_sizes = (np.array([len(part.text.encode())]) for part in (head, tail))
+    else:
+        by_hash = np.argsort(hashes, kind="stable")
+        wanted = config.eval_fraction * sizes.sum()
+        distinct, first = np.unique(hashes[by_hash], return_index=True)
+        before = np.concatenate([[0], sizes[by_hash].cumsum()])[first]
+        held_out = distinct[before < wanted][: len(distinct) - 1]
+        is_held_out = np.isin(hashes, held_out)
+        held_out_set = set(held_out.tolist())
+
+        def only(held: bool) -> Iterator[Document]:
+            for document in again(corpus.train):
+                if (_content_hash(document.text)[0] in held_out_set) == held:
+                    yield document
+
+        train = lambda: only(False)  # noqa: E731
+        evaluation = lambda: only(True)  # noqa: E731
+        train_sizes, eval_sizes = sizes[~is_held_out], sizes[is_held_out]
+    counts = {
+        "train_documents": len(train_sizes),
+        "train_bytes": int(train_sizes.sum()),
+        "eval_documents": len(eval_sizes),
+        "eval_bytes": int(eval_sizes.sum()),
+        "skipped_records": skipped.count,
+        "shared_documents": shared,
+    }
+    return train, evaluation, counts
+
+
+def _content_hash(text: str) -> tuple[int, int]:
+    raw = text.encode()
+    return xxhash.xxh3_64_intdigest(raw), len(raw)
+
+
+def _hash_documents(documents: Iterator[Document]) -> tuple[np.ndarray, np.ndarray]:
+    """Content hash and size in bytes of each document: uint64 [n], int64 [n]."""
+    pairs = [_content_hash(document.text) for document in documents]
+    return np.array([p[0] for p in pairs], dtype=np.uint64), np.array([p[1] for p in pairs], dtype=np.int64)
+
+
+def _encode(
+    documents: Iterator[Document], encoder: Any, end: int, *, with_bytes: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """(ids, bytes of each token, bytes of text) of a few documents at a time, each document followed by the end token."""
+    encode = encoder.encode_batch if with_bytes else encoder.encode_batch_fast
+    for texts in _in_batches(documents):
+        pieces = [marked for text in texts for marked in _marked(text)]
+        ids: list[np.ndarray] = []
+        byte_counts: list[np.ndarray] = []
+        encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
+        for (piece, is_last), encoding in zip(pieces, encoded, strict=True):
+            ids.append(np.array(encoding.ids, dtype=np.uint32))
+            if with_bytes:
+                byte_counts.append(token_bytes(piece, encoding.offsets))
+            if is_last:
+                ids.append(np.array([end], dtype=np.uint32))
+                byte_counts.append(np.zeros(1, dtype=np.uint32))
+        num_bytes = sum(len(text.encode()) for text in texts)
+        yield np.concatenate(ids), np.concatenate(byte_counts), num_bytes
+
+
+def _marked(text: str) -> list[tuple[str, bool]]:
+    """The pieces of a document, each with whether it is the last."""
+    *pieces, last = pieces_of(text)
+    return [(piece, False) for piece in pieces] + [(last, True)]
+
+
+def _in_batches(documents: Iterator[Document]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    characters = 0
+    for document in documents:
+        texts.append(document.text)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+def _keep(batch: Any) -> Any:
+    return batch
+
+
+def build_loader(
+    rows: Dataset[Batch], batches: MicroBatches | list[np.ndarray], num_workers: int, *, pin_memory: bool
+) -> DataLoader[Batch]:
+    """A loader that reads exactly the given micro-batches, in their order; workers only read ahead."""
+    return DataLoader(
+        rows,
+        batch_sampler=batches,  # type: ignore[arg-type]
+        collate_fn=_keep,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        multiprocessing_context="fork" if num_workers else None,
+    )

@@ -1,0 +1,71 @@
+"""What can go wrong for a user, and the exit code each kind ends the run with."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+
+class UserError(Exception):
+    """A problem the user can solve; shown as `error: ...` lines without a traceback."""
+
+    exit_code = 1
+    status = "failed"
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class ConfigError(UserError, ValueError):
+    """The recipe, the command line, the model or the output folder cannot be used."""
+
+    exit_code = 2
+    status = "config_error"
+
+
+class DataError(UserError):
+    """The text cannot be read, or there is too little of it."""
+
+    exit_code = 3
+    status = "data_error"
+
+
+class MachineError(UserError):
+    """The launch did not give what it asked for, or this machine cannot execute it."""
+
+    exit_code = 4
+    status = "environment_error"
+
+
+class CheckpointError(UserError):
+    """No valid checkpoint where one must be, or one that belongs to another recipe."""
+
+    exit_code = 5
+    status = "checkpoint_error"
+
+
+class StorageError(UserError):
+    """The disk is full, read-only or over quota."""
+
+    exit_code = 8
+    status = "storage_error"
+
+
+def is_main_process() -> bool:
+    """The process that speaks for all, by the launcher's word, so that it is known before anything is set up."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_problems(error: UserError) -> None:
+    """Print an error once: the main process at once, another one only if it finds itself alone with it."""
+    if not is_main_process():
+        time.sleep(5)  # the launcher ends this process as soon as the main one has left with the same error
+        print(f"error: only process {os.environ['RANK']} met this:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+
+
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130

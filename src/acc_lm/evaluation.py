@@ -1,0 +1,76 @@
+"""Evaluation that no batch size and no number of processes can change: sums, reduced once, divided once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from acc_lm.data import Rows, build_loader
+from acc_lm.order import evaluation_batches
+from acc_lm.step import to_device
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What held-out text says about a model; everything is a ratio of sums over all of its targets."""
+
+    loss: float
+    """Nats per target."""
+    token_accuracy: float
+    """Share of targets with the highest logit."""
+    bits_per_byte: float
+    """Bits per UTF-8 byte of the text that the targets stand for."""
+    num_targets: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/loss": self.loss,
+            "eval/perplexity": self.perplexity,
+            "eval/token_accuracy": self.token_accuracy,
+            "eval/bits_per_byte": self.bits_per_byte,
+        }
+
+
+def evaluate_rows(
+    accelerator: Accelerator, model: nn.Module, rows: Rows, batch_size: int, num_rows: int | None = None
+) -> EvaluationResult:
+    """Exact evaluation of the first `num_rows` rows (None: all), shared out over the processes.
+
+    Args:
+        batch_size: rows per forward pass of one process; never changes the result.
+    """
+    num_rows = len(rows) if num_rows is None else min(num_rows, len(rows))
+    batches = evaluation_batches(
+        num_rows, batch_size=batch_size, process=accelerator.process_index, num_processes=accelerator.num_processes
+    )
+    device = accelerator.device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    sums = torch.zeros(4, dtype=dtype, device=device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in build_loader(rows, batches, 0, pin_memory=device.type == "cuda"):
+            nll, num_targets, num_correct = model(**to_device(batch, device))
+            sums[0] += nll
+            sums[1] += num_targets
+            sums[2] += num_correct
+    model.train(was_training)
+    sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
+    nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()
+    return EvaluationResult(
+        loss=nll / num_targets,
+        token_accuracy=num_correct / num_targets,
+        bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+        num_targets=int(num_targets),
+    )

@@ -1,0 +1,152 @@
+"""What comes out: a folder that transformers loads like any other model, and a sample of its text."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from acc_lm.checkpoint import make_readable
+from acc_lm.config import Config
+from acc_lm.data import DataFacts
+from acc_lm.evaluation import EvaluationResult
+from acc_lm.recipe import dump_config
+from acc_lm.runtime import bare_model
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
+
+
+def export_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    config: Config,
+    facts: DataFacts,
+    result: EvaluationResult,
+    step: int,
+) -> Path:
+    """Write `final/`: weights, config, tokenizer, generation config and model card. Every process calls.
+
+    The folder is written aside and renamed, so a half-written one is never taken for the model.
+    """
+    folder = output_dir / "final"
+    if accelerator.is_main_process:
+        work = output_dir / "tmp-final"
+        shutil.rmtree(work, ignore_errors=True)
+        bare: Any = bare_model(model)
+        bare.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+        (work / "README.md").write_text(model_card(config, facts, result, step, bare.num_parameters()))
+        for file in work.rglob("*"):
+            if file.is_file():
+                make_readable(file)
+        if folder.exists():
+            shutil.rmtree(folder)
+        work.rename(folder)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step: int, num_parameters: int) -> str:
+    """README.md of the exported model."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["acc-lm"],
+        base_model=config.model.name_or_path,
+    )
+    source = {
+        "python_stdlib": "the Python standard library's source",
+        "synthetic": "a synthetic first-order Markov chain",
+        "files": ", ".join(f"`{_plain(name)}`" for name in config.data.files),
+        "hub": f"`{_plain(str(config.data.dataset))}`",
+    }[config.data.source]
+    name = _plain(Path(config.output_dir).name)
+    kind = (
+        config.model.config["model_type"]
+        if config.model.config
+        else f"fine-tuned from `{_plain(str(config.model.name_or_path))}`"
+    )
+    return f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+A causal language model ({kind}, {num_parameters:,} parameters), trained with acc-lm for {step:,} optimizer steps
+of {config.training.global_batch_size} rows of {config.data.sequence_length} tokens.
+
+## Data
+
+{source}: {facts.train_documents:,} documents, {facts.train_bytes:,} bytes, {facts.train_tokens:,} tokens.
+Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,} bytes.
+
+## Held-out text
+
+| loss (nats per token) | perplexity | token accuracy | bits per byte |
+|---|---|---|---|
+| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {result.bits_per_byte:.4f} |
+
+## Use
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="path/to/this/folder")
+print(generate({(config.export.sample_prompt or "Once")!r}, max_new_tokens=50)[0]["generated_text"])
+```
+
+## Recipe
+
+```yaml
+{dump_config(config).rstrip().replace("```", "'''")}
+```
+"""
+
+
+def _plain(text: str) -> str:
+    """Text from a user without what Markdown or HTML would act on."""
+    return "".join(" " if c in "`<>|[]\n\r" else c for c in text)
+
+
+def sample_text(
+    folder: str | Path, prompt: str, *, max_new_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> str:
+    """Text that the exported model writes after `prompt`; the same for the same seed.
+
+    Args:
+        temperature: 0 always takes the likeliest token.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+    model.eval()
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if ids.shape[1] == 0:
+        ids = torch.tensor([[tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]])
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int):
+        ids = ids[:, -max(1, limit - max_new_tokens) :]
+        max_new_tokens = min(max_new_tokens, limit - ids.shape[1])
+    choice: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            **choice,
+        )
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -1,0 +1,140 @@
+"""Cross-entropy fused with the output head: the logits of a batch never exist as a whole.
+
+The sum of -log p over the targets is computed for a few rows of logits at a time, in fp32 (float64 for a float64 model).
+While a chunk's logits are at hand its part of the gradient is made too, so nothing is computed twice: the idea of
+Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989, section 3.2, in plain torch.
+
+Shapes: N positions, H hidden size, V vocabulary, C positions of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+CHUNK_POSITIONS = 128
+
+
+class LossSums(NamedTuple):
+    """Sums over the targets of a batch; scalars on the device. Divide them once, after adding all batches and processes."""
+
+    nll: Tensor
+    """-log p of the targets, in nats; float32, or float64 for a float64 model."""
+    num_targets: Tensor
+    """int64."""
+    num_correct: Tensor
+    """Targets that had the highest logit; int64."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a loss is computed: at least float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sum of the losses of N positions, with the gradients made in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor) -> Tensor:
+        compute = hidden_NH.dtype
+        exact = wide(compute)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        weight = weight_VH.to(compute)
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=exact) if needs_bias and bias_V is not None else None
+        nll = torch.zeros((), dtype=exact, device=hidden_NH.device)
+        for start in range(0, hidden_NH.shape[0], CHUNK_POSITIONS):
+            hidden_CH = hidden_NH[start : start + CHUNK_POSITIONS]
+            targets_C1 = targets_N[start : start + CHUNK_POSITIONS, None]
+            is_target_C1 = targets_C1 != IGNORE_INDEX
+            index_C1 = targets_C1.clamp(min=0)
+            logits_CV = hidden_CH @ weight.t()
+            if bias_V is not None:
+                logits_CV = logits_CV + bias_V
+            log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=exact)
+            del logits_CV
+            nll -= (log_p_CV.gather(1, index_C1) * is_target_C1).sum()
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+            # d nll / d logits = softmax - one_hot(target), and 0 where there is no target
+            grad_CV = log_p_CV.exp_()
+            grad_CV.scatter_add_(1, index_C1, -torch.ones_like(index_C1, dtype=exact))
+            grad_CV *= is_target_C1
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(dim=0)
+            grad_CV = grad_CV.to(compute)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[start : start + CHUNK_POSITIONS] = grad_CV @ weight
+            if grad_weight_VH is not None:
+                if compute == exact:
+                    grad_weight_VH.addmm_(grad_CV.t(), hidden_CH)
+                else:
+                    grad_weight_VH += grad_CV.t() @ hidden_CH  # sums of chunks in fp32 keep bf16's precision
+        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH, grad_bias_V)
+        ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        return nll
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        grad_hidden_NH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        # In place: these buffers are ours, and the graph can be walked once only.
+        hidden = None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale)
+        weight = None if grad_weight_VH is None else grad_weight_VH.mul_(scale).to(weight_dtype)
+        bias = None if grad_bias_V is None else grad_bias_V.mul_(scale).to(bias_dtype)
+        return hidden, weight, bias, None
+
+
+def summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """Sum of -log p(target) over all targets, for training.
+
+    Args:
+        hidden: last hidden states, float [..., H].
+        weight: output head, float [V, H].
+        bias: of the head, float [V].
+        targets: int64 [...], IGNORE_INDEX where there is none.
+
+    Returns:
+        Scalar, float32 (float64 for float64 input), in nats; 0 with zero gradients when there is no target.
+    """
+    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        hidden_NH = hidden_NH.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+        loss: Tensor = _SummedLoss.apply(hidden_NH, weight, bias, targets.reshape(-1))
+    return loss
+
+
+def loss_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> LossSums:
+    """The sums of an evaluation; arguments as in `summed_loss`, no gradient."""
+    hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    nll = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+    num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    for start in range(0, hidden_NH.shape[0], CHUNK_POSITIONS):
+        chunk = slice(start, start + CHUNK_POSITIONS)
+        sums = sums_of_logits(nn.functional.linear(hidden_NH[chunk], weight, bias), targets_N[chunk])
+        nll += sums.nll
+        num_correct += sums.num_correct
+    return LossSums(nll, (targets_N != IGNORE_INDEX).sum(), num_correct)
+
+
+def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
+    """The same sums for logits that already exist.
+
+    Args:
+        logits: float [..., V].
+        targets: int64 [...].
+    """
+    logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    nll = nn.functional.cross_entropy(
+        logits_NV.to(wide(logits.dtype)), targets_N, ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return LossSums(nll, (targets_N != IGNORE_INDEX).sum(), (logits_NV.argmax(dim=-1) == targets_N).sum())

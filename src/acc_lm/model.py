@@ -1,0 +1,286 @@
+"""A causal language model, from scratch or pretrained, whose training forward returns a loss and never logits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from acc_lm.attention import choose_attention
+from acc_lm.config import ModelConfig
+from acc_lm.errors import ConfigError
+from acc_lm.losses import LossSums, loss_sums, summed_loss, sums_of_logits
+from acc_lm.tokenizer import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was built; shown at start."""
+
+    num_parameters: int
+    num_trainable: int
+    attention: str
+    loss: str
+    dropout: float
+
+
+class LossHead(nn.Linear):
+    """The output head, which given targets returns their loss instead of logits.
+
+    It is the model's own head with another class: same parameter, same name, same tie. Inside a head's forward even
+    sharded weights are whole, so the fused loss works on every engine.
+    """
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Any:
+        """Logits [..., V]; with targets the summed loss when training, `LossSums` when evaluating."""
+        if targets is None:
+            return super().forward(hidden)
+        compute = summed_loss if self.training else loss_sums
+        return compute(hidden, self.weight, self.bias, targets)
+
+
+def _fused_forward(model: Any, input_ids: Tensor, targets: Tensor | None = None, **keywords: Any) -> Any:
+    if targets is None:
+        return type(model).forward(model, input_ids=input_ids, **keywords)
+    hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+    return model.get_output_embeddings()(hidden, targets)
+
+
+def _logits_forward(model: Any, input_ids: Tensor, targets: Tensor | None = None, **keywords: Any) -> Any:
+    output = type(model).forward(
+        model, input_ids=input_ids, **{"use_cache": False, **keywords} if targets is not None else keywords
+    )
+    if targets is None:
+        return output
+    sums: LossSums = sums_of_logits(output.logits, targets)
+    return sums.nll if model.training else sums
+
+
+def build_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int
+) -> tuple[PreTrainedModel, ModelFacts]:
+    """The model on the CPU, ready to be prepared: `model(input_ids, targets)` returns the summed loss.
+
+    From scratch, the weights are a function of the seed alone: drawn on the CPU in float32, whatever trains them.
+
+    Raises:
+        ConfigError: no such model, or it does not fit the tokenizer or the rows.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    if config.config is not None:
+        model_config = scratch_config(config, tokenizer)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    else:
+        model = _load_pretrained(config)
+    vocab_size = count_ids(tokenizer)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if vocab_size > rows and config.resize_embeddings:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    elif vocab_size > rows:
+        raise ConfigError(
+            f"model vocab_size must be at least the tokenizer's {vocab_size} ids, got {rows}; "
+            "use the model's own tokenizer, or set model.resize_embeddings=true"
+        )
+    _check_length(model.config, sequence_length)
+    for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
+        parameter.data = parameter.data.to(DTYPES[config.dtype])
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    attention = choose_attention(model, sequence_length)
+    loss = install_loss(model)
+    parameters = list(model.parameters())
+    facts = ModelFacts(
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        attention=attention,
+        loss=loss,
+        dropout=dropout_of(model),
+    )
+    model.train()
+    return model, facts
+
+
+def check_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, sequence_length: int
+) -> None:
+    """Before any text is read: can this model be built, and run one row?
+
+    The forward pass runs on the meta device, so it costs neither memory nor time.
+
+    Raises:
+        ConfigError: with what the model's own code says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if config.config is not None:
+        model_config = scratch_config(config, tokenizer, vocab_size)
+    else:
+        model_config = _pretrained_config(config)
+    _check_length(model_config, sequence_length)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    except NotImplementedError:
+        return  # some operation has no meta kernel; the probe of the real model follows
+    except Exception as error:  # whatever the model's code raises, it cannot run these shapes
+        if "meta" in str(error):
+            return
+        what = "model.config" if config.config is not None else "model.name_or_path"
+        raise ConfigError(f"{what} must be a model that runs, got: {first_line(error)}; change the sizes") from None
+
+
+def install_loss(model: PreTrainedModel) -> str:
+    """Give the model the training forward; fused with the head where that is exact. Returns its name, for people."""
+    fused = _head_is_plain(model)
+    if fused:
+        model.get_output_embeddings().__class__ = LossHead
+    model.forward = MethodType(_fused_forward if fused else _logits_forward, model)
+    return "fused with the head" if fused else "on the model's own logits"
+
+
+def _head_is_plain(model: PreTrainedModel) -> bool:
+    """True when logits = head(last hidden state) and nothing else happens to either.
+
+    The head is made to return random numbers: they must come out as the logits, bit for bit (a soft cap or a scale would
+    show), and what went into the head must be the base model's last hidden state.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.base_model is model:
+        return False
+    seen: dict[str, Tensor] = {}
+
+    def replace(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen["hidden"] = arguments[0]
+        seen["logits"] = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        return seen["logits"]
+
+    was_training = model.training
+    model.eval()
+    handle = head.register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            ids = (
+                torch.arange(1, 9, device=head.weight.device).reshape(1, 8) % model.config.get_text_config().vocab_size
+            )
+            logits = model(input_ids=ids, use_cache=False).logits
+            hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+    finally:
+        handle.remove()
+        model.train(was_training)
+    return "logits" in seen and torch.equal(logits, seen["logits"]) and torch.equal(hidden, seen["hidden"])
+
+
+# --- configs and weights -------------------------------------------------------------------------------------------
+
+
+def scratch_config(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None = None
+) -> PreTrainedConfig:
+    """The model's config; sizes and ids that the recipe leaves out come from the tokenizer."""
+    from transformers import AutoConfig
+
+    values = dict(config.config or {})
+    if tokenizer is not None:
+        values.setdefault("vocab_size", count_ids(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+    else:
+        values.setdefault("vocab_size", vocab_size)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, 0)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = values[name]
+        if isinstance(given, int) and not 0 <= given < values["vocab_size"]:
+            raise ConfigError(
+                f"model.config.{name} must be an id below vocab_size {values['vocab_size']}, got {given}; leave it out"
+            )
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _pretrained_config(config: ModelConfig) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    name = str(config.name_or_path)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"model.name_or_path must be an existing folder or a Hub id, got {name!r}, which does not exist; check the path"
+        )
+    if Path(name).is_dir() and not Path(name, "config.json").is_file():
+        raise ConfigError(
+            f"model.name_or_path must be a folder with a config.json, got {name!r} without one; export the model first"
+        )
+    try:
+        return AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # each failure of the Hub or the file has its own kind; all mean: no usable model
+        raise ConfigError(f"model.name_or_path {_why_not(name, error)}") from None
+
+
+def _load_pretrained(config: ModelConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    name = str(config.name_or_path)
+    _pretrained_config(config)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=config.revision,
+            dtype=torch.float32 if config.dtype != "bfloat16" else torch.bfloat16,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except Exception as error:  # as above
+        raise ConfigError(f"model.name_or_path {_why_not(name, error)}") from None
+
+
+def _why_not(name: str, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return f"must be a model without code of its own, got {name!r}, which brings some; read it, then set model.trust_remote_code=true"
+    if (
+        "safetensors" in text and "pytorch_model" in text
+    ) or "does not appear to have a file named model.safetensors" in text:
+        return f"must have its weights in safetensors, got {name!r} without; convert them (weights in pickle are not loaded)"
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    if not Path(name).exists():
+        why = (
+            "is not in the local cache and offline mode is on"
+            if offline
+            else "is not in the local cache and could not be fetched"
+        )
+        return f"must be a model that can be loaded, got {name!r}, which {why}; give a local folder, or check name and network"
+    return f"must be a causal language model of transformers, got {name!r}: {first_line(error)}; check the folder"
+
+
+def _check_length(config: PreTrainedConfig, sequence_length: int) -> None:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < sequence_length:
+        raise ConfigError(
+            f"data.sequence_length must be at most the model's max_position_embeddings {limit}, got {sequence_length}; "
+            "lower it, or raise the model's"
+        )
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Smallest vocabulary that holds every id of the tokenizer."""
+    return max(len(tokenizer), 1 + max(int(i) for i in tokenizer.get_vocab().values()))
+
+
+def dropout_of(model: PreTrainedModel) -> float:
+    """The largest dropout probability in the model's config or modules."""
+    values = [v for k, v in model.config.to_dict().items() if "drop" in k and isinstance(v, float)]
+    values += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return max(values, default=0.0)

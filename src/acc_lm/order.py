@@ -1,0 +1,104 @@
+"""Which rows make up optimizer step k: a pure function of (seed, k, global batch size) and nothing else.
+
+The epochs' permutations follow each other as one endless sequence of places; step k (first = 1) takes places
+[(k-1)G, kG). So no batch is short, every row comes once per epoch, and the position of a run is one integer.
+
+    places   0 ........ N-1 | N ....... 2N-1 | ...
+    rows     permutation 0  | permutation 1  | ...
+    steps    | 1 | 2 | 3 |  4 | 5 | 6 |  7 | ...         a step may span two epochs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+EMPTY_LEDGER = ""
+
+
+@lru_cache(maxsize=2)
+def permutation(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    """Order of the rows in one epoch, int64 [num_rows].
+
+    Sorting the raw output of a counter-based generator is stable over numpy versions, unlike `Generator.permutation`.
+    """
+    keys = np.random.Philox(key=(seed << 64) | epoch).random_raw(num_rows)
+    order = np.argsort(keys, kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The endless sequence of rows of a run, and how steps cut it up."""
+
+    seed: int
+    num_rows: int
+    global_batch_size: int
+
+    def rows_at(self, step: int) -> np.ndarray:
+        """Rows of optimizer step `step` (first = 1), int64 [global_batch_size]."""
+        place, end = (step - 1) * self.global_batch_size, step * self.global_batch_size
+        pieces = []
+        while place < end:
+            epoch, offset = divmod(place, self.num_rows)
+            count = min(self.num_rows - offset, end - place)
+            pieces.append(permutation(self.seed, epoch, self.num_rows)[offset : offset + count])
+            place += count
+        return np.concatenate(pieces)
+
+    def count_steps(self, num_epochs: float) -> int:
+        """Steps after which every row was seen `num_epochs` times."""
+        return math.ceil(num_epochs * self.num_rows / self.global_batch_size)
+
+    def completes_epochs(self, step: int, every: float | None) -> bool:
+        """True at the first step that completes another `every` passes over the rows (None: never)."""
+        if every is None:
+            return False
+        period = every * self.num_rows
+        return int(step * self.global_batch_size / period) > int((step - 1) * self.global_batch_size / period)
+
+
+def extend_ledger(ledger: str, rows: np.ndarray) -> str:
+    """Running hash of all rows consumed so far, in order; 32 hex digits."""
+    return hashlib.blake2b(bytes.fromhex(ledger) + rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+
+class MicroBatches:
+    """For one process: the row indices of each micro-batch, from step `first_step` to `last_step`."""
+
+    def __init__(
+        self,
+        order: RowOrder,
+        *,
+        micro_batch_size: int,
+        process: int,
+        num_processes: int,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        share = order.global_batch_size // num_processes
+        self._order = order
+        self._mine = slice(process * share, (process + 1) * share)
+        self._num_micro_batches = share // micro_batch_size
+        self._steps = range(first_step, last_step + 1)
+
+    def __len__(self) -> int:
+        return len(self._steps) * self._num_micro_batches
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for step in self._steps:
+            yield from np.split(self._order.rows_at(step)[self._mine], self._num_micro_batches)
+
+
+def evaluation_batches(num_rows: int, *, batch_size: int, process: int, num_processes: int) -> list[np.ndarray]:
+    """For one process: row indices of each evaluation batch; -1 fills up, so that all processes do the same number."""
+    rounds = math.ceil(num_rows / (batch_size * num_processes))
+    places = np.arange(rounds * num_processes * batch_size).reshape(rounds, num_processes, batch_size)
+    places = np.where(places < num_rows, places, -1)
+    return list(places[:, process])

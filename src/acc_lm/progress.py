@@ -1,0 +1,38 @@
+"""Where a run stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from acc_lm.order import EMPTY_LEDGER, extend_ledger
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Everything about the position of a run that a checkpoint has to remember."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples_seen: int = 0
+    """Rows consumed."""
+    tokens: int = 0
+    """Targets trained on."""
+    ledger: str = EMPTY_LEDGER
+    """Running hash of all rows consumed, in order."""
+
+    def advance(self, rows: np.ndarray, num_targets: int) -> Progress:
+        """After one more step over these rows."""
+        return replace(
+            self,
+            step=self.step + 1,
+            samples_seen=self.samples_seen + len(rows),
+            tokens=self.tokens + num_targets,
+            ledger=extend_ledger(self.ledger, rows),
+        )
+
+
+def is_due(step: int, every: int | None, last_step: int) -> bool:
+    """True at every `every`-th step (None: never) and at the last one."""
+    return step == last_step or (every is not None and step % every == 0)

@@ -1,0 +1,49 @@
+"""The learning rate as a function of the optimizer step, by transformers' schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from acc_lm.config import OptimizerConfig, ScheduleConfig
+from acc_lm.errors import ConfigError
+
+
+def build_schedule(config: ScheduleConfig, optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
+    """Learning rate of step k (first = 1); past `num_steps` the last rate holds.
+
+    The rate of step k is the schedule's factor at k - 1 times the peak, as in transformers' Trainer.
+
+    Raises:
+        ConfigError: `schedule.arguments` that the schedule does not take, or that it misses.
+    """
+    import torch
+    from transformers import get_scheduler
+
+    name, arguments = config.name, dict(config.arguments)
+    if config.min_learning_rate > 0:
+        name = "cosine_with_min_lr" if name == "cosine" else name
+        arguments.setdefault("min_lr", config.min_learning_rate)
+    if name == "cosine_warmup_with_min_lr" or name == "cosine_with_min_lr":
+        arguments.setdefault("min_lr", config.min_learning_rate)
+    peak = optimizer.learning_rate
+    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    try:
+        scheduler = get_scheduler(
+            name,
+            carrier,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=arguments,
+        )
+        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        factor(0)
+    except (TypeError, ValueError) as error:
+        reason = str(error).split(") ")[-1]
+        raise ConfigError(
+            f"schedule.arguments must fit schedule {config.name}, got {config.arguments}: {reason}; change them"
+        ) from None
+
+    def learning_rate_at(step: int) -> float:
+        return peak * float(factor(min(step, num_steps) - 1))
+
+    return learning_rate_at

@@ -1,0 +1,379 @@
+"""Text in whatever form users have it -> an iterator of documents, with every bad input named by file and line."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import glob
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from acc_lm.config import DataConfig
+from acc_lm.errors import DataError
+
+SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    file: str | None
+    """Absolute path when the document is a whole file."""
+
+
+@dataclass
+class Skipped:
+    """Counts the records without usable text, up to what the recipe tolerates."""
+
+    allowed: int
+    count: int = 0
+
+    def reject(self, problem: str) -> None:
+        self.count += 1
+        if self.count > self.allowed:
+            more = f" (after {self.allowed} that data.skip_bad_rows tolerates)" if self.allowed else ""
+            raise DataError(f"{problem}{more}; correct it or raise data.skip_bad_rows")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text of a recipe before it is tokenised."""
+
+    key: str
+    """Hash of the content; equal content, equal key, wherever it lies."""
+    train: Callable[[Skipped], Iterator[Document]]
+    evaluation: Callable[[Skipped], Iterator[Document]] | None
+    """None: a share of `train` is held out."""
+    num_bytes: int | None = None
+    """Size on disk, for the progress bar."""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def open_corpus(config: DataConfig, seed: int) -> Corpus:
+    """Find the text that a recipe names, without reading more of it than its hash needs.
+
+    Raises:
+        DataError: a file, column or dataset is missing or empty.
+    """
+    if config.source == "synthetic":
+        return _synthetic_corpus(config, seed)
+    if config.source == "hub":
+        return _hub_corpus(config)
+    if config.source == "python_stdlib":
+        files = python_stdlib_files()
+        return Corpus(_content_key(files, "utf-8"), lambda skipped: _whole_files(files), None, _total_size(files))
+    train_files = find_files(config.files, "data.files")
+    eval_files = find_files(config.eval_files, "data.eval_files") if config.eval_files else []
+    return Corpus(
+        key=_content_key(train_files, config.text_column) + _content_key(eval_files, config.text_column),
+        train=lambda skipped: read_files(train_files, config.text_column, skipped),
+        evaluation=(lambda skipped: read_files(eval_files, config.text_column, skipped)) if eval_files else None,
+        num_bytes=_total_size(train_files + eval_files),
+    )
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
+    """The files that paths and globs name, each once, in order."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        full = os.path.expanduser(pattern)
+        matches = (
+            [full] if os.path.isfile(full) else sorted(p for p in glob.glob(full, recursive=True) if os.path.isfile(p))
+        )
+        if not matches:
+            folder = os.path.dirname(full) or "."
+            names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+            near = difflib.get_close_matches(os.path.basename(full), names, n=1)
+            hint = f"nearest: {os.path.join(folder, near[0])}" if near else f"paths are relative to {os.getcwd()}"
+            kind = (
+                "a file; a folder is named with a glob such as " + os.path.join(pattern, "*.txt")
+                if os.path.isdir(full)
+                else "an existing file"
+            )
+            raise DataError(f"{key} must name {kind}, got {pattern!r}; {hint}")
+        found |= dict.fromkeys(Path(match).absolute() for match in matches)
+    empty = [file for file in found if file.stat().st_size == 0]
+    if empty:
+        raise DataError(
+            *(f"{file} must hold text, got an empty file (0 bytes); remove it from {key}" for file in empty)
+        )
+    return list(found)
+
+
+def python_stdlib_files() -> list[Path]:
+    """The modules of this Python's standard library, without its tests and without installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip", "lib-dynload"}
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("config-"))
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        raise DataError(
+            f"data.source python_stdlib must find the library's source, got no .py file in {root}; "
+            "use another Python, or set data.source to files"
+        )
+    return files
+
+
+def _whole_files(files: list[Path]) -> Iterator[Document]:
+    for file in files:
+        try:
+            yield Document(file.read_bytes().decode("utf-8"), str(file))
+        except UnicodeDecodeError:
+            continue  # a handful of library modules are kept in an old encoding on purpose
+
+
+def read_files(files: list[Path], text_column: str, skipped: Skipped) -> Iterator[Document]:
+    """All documents of the files; a txt file is one, elsewhere a record is one."""
+    for file in files:
+        before = skipped.count
+        count = 0
+        if file.suffix in RECORD_SUFFIXES:
+            for place, record in _records(file):
+                text = _text_of(record, text_column, place, skipped)
+                if text is not None:
+                    count += 1
+                    yield Document(text, None)
+        else:
+            text = _decode(file.read_bytes(), str(file))
+            if text.strip():
+                count += 1
+                yield Document(text, str(file))
+        if count == 0:
+            why = f" ({skipped.count - before} skipped)" if skipped.count > before else ""
+            raise DataError(f"{file} must hold at least one record with text, got none{why}; remove it or fill it")
+
+
+def _decode(raw: bytes, place: str) -> str:
+    for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16")):
+        if raw.startswith(mark):
+            raise DataError(
+                f"{place}: must be UTF-8, got {name} (by its byte order mark); convert it with iconv -f {name} -t UTF-8"
+            )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
+        at = place if place.rpartition(":")[2].isdigit() else f"{place}:{line}"
+        raise DataError(
+            f"{at}: must be UTF-8, got byte {raw[error.start]:#04x} at column {column}; convert it with iconv -t UTF-8"
+        ) from None
+
+
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
+    """(place for error messages, record) of each record of a file."""
+    reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[file.suffix]
+    yield from reader(file)
+
+
+def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            place = f"{file}:{number}"
+            line = _decode(raw, place)
+            if line.strip():
+                try:
+                    yield place, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{place}: must be a JSON object, got {line.strip()[:80]!r} ({error.msg} at column {error.colno}); correct that line"
+                    ) from None
+
+
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        values = json.loads(_decode(file.read_bytes(), str(file)))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{file}:{error.lineno}: must be JSON, got {error.msg} at column {error.colno}; correct that line"
+        ) from None
+    if not isinstance(values, list):
+        raise DataError(
+            f"{file} must be a JSON list of objects, got {type(values).__name__}; use jsonl for one object per line"
+        )
+    for number, value in enumerate(values, start=1):
+        yield f"{file}: record {number}", value
+
+
+def _csv(file: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)
+    lines = _decode(file.read_bytes(), str(file)).splitlines(keepends=True)
+    reader = csv.DictReader(lines)
+    for record in reader:
+        yield f"{file}:{reader.line_num}", {key: value for key, value in record.items() if key is not None}
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet
+
+    try:
+        yield from _arrow_batches(file, pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024))
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{file} must be a Parquet file, got {' '.join(str(error).split())[:120]}; write it again"
+        ) from None
+
+
+def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            try:
+                reader = pyarrow.ipc.open_stream(source)
+                yield from _arrow_batches(file, iter(reader))
+            except pyarrow.ArrowInvalid:
+                file_reader = pyarrow.ipc.open_file(source)
+                batches = (file_reader.get_batch(i) for i in range(file_reader.num_record_batches))
+                yield from _arrow_batches(file, batches)
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{file} must be an Arrow file, got {' '.join(str(error).split())[:120]}; write it again"
+        ) from None
+
+
+def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for batch in batches:
+        for record in batch.to_pylist():
+            number += 1
+            yield f"{file}: record {number}", record
+
+
+def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | None:
+    """The text of a record; None when it has none and the recipe tolerates that."""
+    if not isinstance(record, dict):
+        skipped.reject(f"{place}: must be an object with a {column!r}, got {_kind(record)}")
+    elif column not in record:
+        columns = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{place}: must have a column {column!r}, got {columns}; set data.text_column")
+    elif not isinstance(record[column], str):
+        skipped.reject(f"{place}: {column!r} must be a string, got {_kind(record[column])}")
+    elif not record[column].strip():
+        skipped.reject(f"{place}: {column!r} must hold text, got an empty string")
+    else:
+        return str(record[column])
+    return None
+
+
+def _kind(value: Any) -> str:
+    names = {"NoneType": "null", "list": "a list", "dict": "an object", "str": "a string", "bool": "a boolean"}
+    return names.get(type(value).__name__, "a number")
+
+
+def _content_key(files: list[Path], extra: str) -> str:
+    """Hash of names and contents; the folder does not count, so that a corpus can be moved."""
+    digest = xxhash.xxh3_128(extra.encode())
+    for file in files:
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_text(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _total_size(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+# --- hub -----------------------------------------------------------------------------------------------------------
+
+
+def _hub_corpus(config: DataConfig) -> Corpus:
+    import datasets
+
+    datasets.disable_progress_bars()
+
+    def load(split: str) -> Any:
+        try:
+            dataset = datasets.load_dataset(config.dataset, config.dataset_config, split=split)
+        except Exception as error:  # datasets raises a dozen kinds; each means that the recipe's dataset cannot be had
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError(
+                f"data.dataset must be a dataset that can be loaded (split {split}), got {config.dataset!r}: {reason}; "
+                "check name, split and network, or give a local folder"
+            ) from None
+        if config.text_column not in dataset.column_names:
+            columns = ", ".join(map(repr, dataset.column_names))
+            raise DataError(
+                f"{config.dataset}: must have a column {config.text_column!r}, got {columns}; set data.text_column"
+            )
+        return dataset.select_columns([config.text_column])
+
+    def documents(dataset: Any, split: str) -> Callable[[Skipped], Iterator[Document]]:
+        def iterate(skipped: Skipped) -> Iterator[Document]:
+            for number, record in enumerate(dataset, start=1):
+                text = _text_of(record, config.text_column, f"{config.dataset} ({split}): record {number}", skipped)
+                if text is not None:
+                    yield Document(text, None)
+
+        return iterate
+
+    train = load(config.dataset_split)
+    evaluation = load(config.eval_split) if config.eval_split else None
+    key = train._fingerprint + (evaluation._fingerprint if evaluation is not None else "")
+    return Corpus(
+        key=hash_text(key + config.text_column),
+        train=documents(train, config.dataset_split),
+        evaluation=documents(evaluation, config.eval_split) if evaluation is not None and config.eval_split else None,
+    )
+
+
+# --- synthetic -----------------------------------------------------------------------------------------------------
+
+
+def transition_matrix(seed: int, num_symbols: int = len(SYMBOLS)) -> np.ndarray:
+    """Transition probabilities of the synthetic chain, float64 [num_symbols, num_symbols]; rows sum to 1."""
+    weights: np.ndarray = np.random.RandomState(seed).gamma(0.3, size=(num_symbols, num_symbols)) + 1e-3
+    weights /= weights.sum(axis=1, keepdims=True)
+    return weights
+
+
+def entropy_rate(transitions: np.ndarray) -> float:
+    """Nats per symbol that no model can go below, of a first-order chain in its stationary state."""
+    values, vectors = np.linalg.eig(transitions.T)
+    stationary = np.real(vectors[:, np.argmax(np.real(values))])
+    stationary /= stationary.sum()
+    return float(-(stationary[:, None] * transitions * np.log(transitions)).sum())
+
+
+def _synthetic_corpus(config: DataConfig, seed: int) -> Corpus:
+    """One chain, two independent walks over it: one to train on, one held out."""
+    transitions = transition_matrix(seed)
+    cumulative = transitions.cumsum(axis=1)
+
+    def walk(salt: int, length: int) -> Iterator[Document]:
+        uniform = np.random.RandomState([seed, salt]).random_sample(length)
+        state, states = 0, np.empty(length, dtype=np.int64)
+        for i in range(length):
+            state = min(int(np.searchsorted(cumulative[state], uniform[i])), len(SYMBOLS) - 1)
+            states[i] = state
+        yield Document("".join(np.array(list(SYMBOLS))[states]), None)
+
+    held_out = max(1000, int(config.synthetic_tokens * config.eval_fraction))
+    return Corpus(
+        key=hash_text(f"synthetic-1 {seed} {config.synthetic_tokens} {held_out}"),
+        train=lambda skipped: walk(0, config.synthetic_tokens),
+        evaluation=lambda skipped: walk(1, held_out),
+        facts={"entropy_rate": entropy_rate(transitions)},
+    )

@@ -1,0 +1,88 @@
+"""One optimizer step: the gradient of the mean loss over the targets of a global batch, clipped and applied."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from acc_lm.data import Batch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tensors stay on the device: reading one synchronises, so only a step that is logged is read."""
+
+    nll: Tensor
+    """Summed loss of this process's targets, scalar, nats."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping, scalar."""
+    num_targets: int
+    """Targets in the global batch."""
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Iterable[Batch],
+    *,
+    step: int,
+    seed: int,
+    num_targets: int,
+    max_grad_norm: float | None,
+) -> StepResult:
+    """Accumulate over this process's micro-batches, clip and update.
+
+    Engines average gradients over processes, and `backward` divides by the number of micro-batches. Both are undone and
+    the sum of losses is divided by the targets of the global batch, so no split into micro-batches and processes shows.
+
+    Args:
+        micro_batches: as many as `accelerator.gradient_accumulation_steps`.
+        step: first = 1; with `seed` it decides the dropout masks, so that a resumed run draws the same ones.
+        num_targets: in the global batch, over all processes.
+        max_grad_norm: None for no clipping.
+    """
+    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(num_targets, 1)
+    nll = torch.zeros((), device=accelerator.device)
+    grad_norm = nll
+    for i, batch in enumerate(micro_batches):
+        torch.manual_seed(_random_state(seed, step, i, accelerator.process_index))
+        with accelerator.accumulate(model):
+            loss = model(**to_device(batch, accelerator.device))
+            accelerator.backward(loss * scale)
+            nll = nll + loss.detach()
+            if accelerator.sync_gradients:
+                grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+    return StepResult(nll, grad_norm, num_targets)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _random_state(seed: int, step: int, micro_batch: int, process: int) -> int:
+    text = f"{seed} {step} {micro_batch} {process}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def in_steps(batches: Iterable[Batch], num_micro_batches: int) -> Iterator[Iterator[Batch]]:
+    """The micro-batches of one step after the other."""
+    iterator = iter(batches)
+    for first in iterator:
+        yield _one_step(first, iterator, num_micro_batches)
+
+
+def _one_step(first: Batch, rest: Iterator[Batch], num_micro_batches: int) -> Iterator[Batch]:
+    yield first
+    for _ in range(num_micro_batches - 1):
+        yield next(rest)

@@ -1,0 +1,93 @@
+"""`summary.json`: how a run ended, for scripts and people; written whole on success, failure and preemption alike."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from acc_lm import history
+from acc_lm.errors import ConfigError, is_main_process
+
+FILE = "summary.json"
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """Replace a JSON file in one go."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(json.dumps(values, indent=1, default=str) + "\n")
+    os.replace(temporary, file)
+
+
+def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str | None = None, **facts: Any) -> None:
+    """Status and figures of the run; the losses come from `metrics.jsonl`."""
+    previous = _previous(output_dir)
+    entries = history.read(output_dir)
+    _, train = history.series(entries, "train/loss")
+    eval_steps, evaluation = history.series(entries, "eval/loss")
+    best = min(range(len(evaluation)), key=evaluation.__getitem__) if evaluation else None
+    write_json(
+        output_dir / FILE,
+        {
+            "status": status,
+            "exit_code": exit_code,
+            "reason": reason,
+            "attempt": previous.get("attempt", 0) + 1,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "host": platform.node(),
+            "rank": int(os.environ.get("RANK", "0")),
+            "train_loss": {"first": train[0], "last": train[-1], "best": min(train)} if train else None,
+            "eval_loss": {
+                "first": evaluation[0],
+                "last": evaluation[-1],
+                "best": evaluation[best],
+                "best_step": eval_steps[best],
+            }
+            if best is not None
+            else None,
+            **facts,
+        },
+    )
+
+
+def write_failure(output_dir: str | None, status: str, exit_code: int, reason: str) -> None:
+    """Note how an attempt failed, wherever that can be written; what earlier attempts reached stays."""
+    if output_dir is None or not is_main_process() or not Path(output_dir).is_dir():
+        return
+    before = _previous(Path(output_dir))
+    facts = {
+        key: before[key]
+        for key in ("step", "num_steps", "samples_seen", "tokens", "ledger", "last_checkpoint")
+        if key in before
+    }
+    with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
+        write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=reason, **facts)
+
+
+def open_output_dir(output_dir: Path) -> None:
+    """Make the folder of the run and write to it once, before anything expensive.
+
+    Raises:
+        ConfigError: it is a file, or cannot be written.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        probe = output_dir / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir must be a folder that can be written, got {output_dir} ({error.strerror}); choose another"
+        ) from None
+
+
+def _previous(output_dir: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((output_dir / FILE).read_text())
+        return values if isinstance(values, dict) else {}
+    except (OSError, ValueError):
+        return {}

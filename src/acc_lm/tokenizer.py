@@ -1,0 +1,139 @@
+"""Text <-> ids: a tokenizer from the Hub or a folder, or one made from the training text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from acc_lm.config import ModelConfig, TokenizerConfig
+from acc_lm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+END_TOKEN = "<|endoftext|>"
+PIECE = 1_000_000  # characters of one document that are encoded in one call
+
+
+def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTokenizerBase | None:
+    """The existing tokenizer that the recipe names; None when one is to be made from the text.
+
+    Raises:
+        ConfigError: it is not there, is not a fast tokenizer, or has no end token.
+    """
+    name, revision, key = config.name_or_path, config.revision, "tokenizer.name_or_path"
+    if name is None and model.name_or_path is not None:
+        name, revision, key = model.name_or_path, model.revision, "model.name_or_path"
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # each loader raises its own kinds; each means that there is no usable tokenizer
+        raise ConfigError(
+            f"{key} must have a tokenizer, got {name!r}: {first_line(error)}; check the name, or use a local folder"
+        ) from None
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{key} must have a fast tokenizer (tokenizer.json), got {type(tokenizer).__name__}; convert it"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"{key} must have an end token (eos_token) to separate documents, got none; add one to the tokenizer"
+        )
+    return tokenizer
+
+
+def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    """A byte-level BPE trained on `texts`, or a tokenizer of their characters, or of bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if config.kind == "char":
+        # Characters that only held-out text has are spelt in bytes, so nothing is ever lost.
+        characters = sorted(set().union(*map(set, texts)))
+        names = [END_TOKEN, *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+        backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n"), "isolated")  # type: ignore[assignment]
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
+        backend.add_special_tokens([END_TOKEN])
+    else:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+        backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        trainer = trainers.BpeTrainer(
+            vocab_size=257 if config.kind == "byte" else config.vocab_size,
+            special_tokens=[END_TOKEN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(iter(()) if config.kind == "byte" else iter(texts), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END_TOKEN, bos_token=END_TOKEN, pad_token=END_TOKEN
+    )
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """The tokenizer's backend for plain text: a special token that occurs in the text is text."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def pieces_of(text: str) -> list[str]:
+    """A document in pieces that can be encoded one by one.
+
+    Cut before a line break that follows a letter or digit, where byte-level pre-tokenizers cut anyway.
+    """
+    pieces, start = [], 0
+    while len(text) - start > PIECE:
+        end = start + PIECE
+        cut = end
+        while cut > start + 1:
+            cut = text.rfind("\n", start + 1, cut)
+            if cut == -1 or text[cut - 1].isalnum():
+                break
+        end = cut if cut > start else end
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
+
+
+def token_bytes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """UTF-8 bytes of `text` that each of its tokens stands for; they sum to all of its bytes.
+
+    A character that is spread over tokens counts with the first of them, what a normaliser drops with the next token.
+
+    Args:
+        offsets: (start, end) of each token, in characters.
+
+    Returns:
+        uint32 [len(offsets)].
+    """
+    if not offsets:
+        return np.zeros(0, dtype=np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    position = np.concatenate([[0], widths.cumsum()])
+    ends = np.maximum.accumulate(position[np.array(offsets)[:, 1]])
+    ends[-1] = position[-1]
+    return np.diff(ends, prepend=0).astype(np.uint32)
+
+
+def first_line(error: BaseException) -> str:
+    """The first sentence of another library's error, for our one line."""
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text[:200]
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,239 @@
+"""Train a causal language model.
+
+    python train.py                                                    # recipes/quickstart.yaml, on whatever is here
+    accelerate launch train.py --config recipes/pretrain_gpt2-124m_fineweb-edu.yaml
+    accelerate launch --config_file accelerate_configs/ddp.yaml train.py optimizer.learning_rate=1e-3
+    torchrun --nproc_per_node 2 train.py --config recipes/pretrain_synthetic.yaml
+
+The recipe says what to learn, the Accelerate config only where. This file is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from acc_lm.cli.arguments import parse_train_arguments
+from acc_lm.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError, print_problems
+from acc_lm.summary import write_failure
+
+if TYPE_CHECKING:
+    from acc_lm.config import Config
+
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
+
+
+def train(config: Config) -> int:
+    """Train as the recipe says; returns the exit code."""
+    # Imported here and not above, so that --help and a misspelt key answer at once.
+    from acc_lm import checkpoint, history, runtime
+    from acc_lm.console import Bar, closing_block, quiet_libraries, start_block
+    from acc_lm.data import build_data, build_loader
+    from acc_lm.evaluation import EvaluationResult, evaluate_rows
+    from acc_lm.export import export_model
+    from acc_lm.model import build_model, check_model
+    from acc_lm.optimizer import build_optimizer, set_learning_rate
+    from acc_lm.order import MicroBatches, RowOrder
+    from acc_lm.progress import Progress, is_due
+    from acc_lm.recipe import dump_config
+    from acc_lm.schedule import build_schedule
+    from acc_lm.step import in_steps, train_step
+    from acc_lm.summary import open_output_dir, write_json, write_summary
+    from acc_lm.tokenizer import load_tokenizer
+    from acc_lm.tracking import Tracking
+
+    training, output_dir = config.training, Path(config.output_dir)
+    open_output_dir(output_dir)
+    quiet_libraries()
+    accelerator = runtime.build_accelerator(training, config.distributed, config.tracking.report_to, output_dir)
+    is_main = accelerator.is_main_process
+
+    # Where the last run stopped, if there was one
+    found = checkpoint.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
+    notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
+    if found.checkpoint:
+        notes += checkpoint.check_same_recipe(found.checkpoint, config)
+
+    # Text -> rows, after a look at whether the model can run at all
+    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    check_model(config.model, tokenizer, config.tokenizer.vocab_size, config.data.sequence_length)
+    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
+    order = RowOrder(config.seed, len(data.train), training.global_batch_size)
+    num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
+    learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps)
+
+    # Model and optimizer, spread over the hardware by `prepare`
+    model, model_facts = build_model(config.model, data.tokenizer, config.data.sequence_length, config.seed)
+    optimizer = build_optimizer(model, config.optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    identity = runtime.identify(accelerator, model, training)
+
+    progress, saved = Progress(), None
+    if found.checkpoint:
+        checkpoint.check_same_text(found.checkpoint, config, data.key)
+        progress = checkpoint.load_checkpoint(accelerator, found.checkpoint, model, optimizer)
+        saved = found.checkpoint.folder
+        notes.append(f"resumed from {saved} at step {progress.step}")
+    resumed_from, first_tokens = saved, progress.tokens
+    if is_main:
+        checkpoint.set_aside(output_dir, after_step=progress.step)
+        history.keep_until(output_dir, progress.step)
+        (output_dir / "config.yaml").write_text(dump_config(config))
+        write_json(output_dir / "environment.json", runtime.environment(identity))
+    tracking = Tracking(accelerator)
+    tracking.start(config, output_dir)
+    accelerator.print(
+        start_block(config, identity, model_facts, data, num_steps, tracking.description), *notes, sep="\n"
+    )
+
+    # The loop
+    micro_batches = MicroBatches(
+        order,
+        micro_batch_size=training.micro_batch_size,
+        process=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        first_step=progress.step + 1,
+        last_step=num_steps,
+    )
+    loader = build_loader(
+        data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
+    )
+    runtime.warm_up(accelerator, model, data.train[0])
+    bar = Bar(num_steps, progress.step, enabled=is_main)
+
+    def evaluate() -> EvaluationResult:
+        num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
+        return evaluate_rows(accelerator, model, data.evaluation, training.micro_batch_size, num_rows)
+
+    def evaluate_and_log() -> EvaluationResult:
+        result = evaluate()
+        if is_main:
+            history.append(output_dir, progress.step, result.metrics())
+            history.draw(output_dir, output_dir.name)
+        tracking.log(progress.step, result.metrics())
+        bar.show_evaluation(progress.step, result)
+        return result
+
+    result, stop = None, None
+    started = logged = time.monotonic()
+    logged_tokens = progress.tokens
+    with runtime.StopRequest().listening(accelerator) as stop_request:
+        for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
+            step = progress.step + 1
+            rows = order.rows_at(step)
+            learning_rate = learning_rate_at(step)
+            set_learning_rate(optimizer, learning_rate)
+            outcome = train_step(
+                accelerator,
+                model,
+                optimizer,
+                batches,
+                step=step,
+                seed=config.seed,
+                num_targets=data.train.count_targets(rows),
+                max_grad_norm=config.optimizer.max_grad_norm,
+            )
+            progress = progress.advance(rows, outcome.num_targets)
+            bar.advance()
+            stop = stop_request.agreed() if step < num_steps else None
+            result = None
+
+            if is_due(step, training.log_every, num_steps) or step == 1:
+                loss = accelerator.reduce(outcome.nll, reduction="sum").item() / max(outcome.num_targets, 1)
+                now = time.monotonic()
+                metrics = {
+                    "train/loss": loss,
+                    "train/grad_norm": float(outcome.grad_norm),
+                    "train/learning_rate": learning_rate,
+                    "train/epoch": progress.samples_seen / order.num_rows,
+                    "train/tokens": float(progress.tokens),
+                    "train/tokens_per_second": (progress.tokens - logged_tokens) / (now - logged),
+                    "train/memory_gb": runtime.peak_memory_gb(accelerator.device),
+                }
+                logged, logged_tokens = now, progress.tokens
+                if is_main:
+                    history.append(output_dir, step, metrics)
+                tracking.log(step, metrics)
+                bar.show(step, metrics)
+            if is_due(step, training.eval_every, num_steps):
+                result = evaluate_and_log()
+            if (
+                stop
+                or is_due(step, config.checkpoint.every, num_steps)
+                or order.completes_epochs(step, config.checkpoint.every_epochs)
+                or (
+                    result
+                    and checkpoint.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
+                )
+            ):
+                eval_loss = result.loss if result else None
+                saved = checkpoint.save_checkpoint(
+                    accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss
+                )
+            if stop:
+                break
+    bar.close()
+
+    # What came out
+    facts: dict[str, Any] = {
+        "step": progress.step,
+        "num_steps": num_steps,
+        "samples_seen": progress.samples_seen,
+        "tokens": progress.tokens,
+        "tokens_per_second": (progress.tokens - first_tokens) / (time.monotonic() - started),
+        "ledger": progress.ledger,
+        "last_checkpoint": saved,
+        "best_checkpoint": checkpoint.best_checkpoint(output_dir),
+        "resumed_from": resumed_from,
+        "eval_files": data.facts.eval_files,
+    }
+    if stop:
+        accelerator.print(
+            f"stopped by {stop} after step {progress.step}, saved {saved}; the same command goes on from there"
+        )
+        if is_main:
+            write_summary(output_dir, status="preempted", exit_code=EXIT_PREEMPTED, reason=stop, **facts)
+        tracking.finish()
+        runtime.close(accelerator)
+        return EXIT_PREEMPTED
+    if resumed_from and progress.tokens == first_tokens:
+        accelerator.print(f"already complete: step {progress.step} of {num_steps}")
+    if result is None:
+        result = evaluate()
+    final = export_model(accelerator, model, data.tokenizer, output_dir, config, data.facts, result, progress.step)
+    if is_main:
+        covers_all = result.num_targets == data.facts.eval_tokens - 1
+        compressed = data.facts.compressed_bits_per_byte if covers_all else {}
+        bits_per_byte = {"model": result.bits_per_byte, **compressed}
+        write_summary(output_dir, status="completed", exit_code=0, **facts, bits_per_byte=bits_per_byte, final=final)
+        print(closing_block(config, data, bits_per_byte, final))
+    tracking.finish()
+    runtime.close(accelerator)
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Parse, train, and turn every way to end into its exit code and its `summary.json`."""
+    config, status, code, reason = None, "failed", 1, ""
+    try:
+        config = parse_train_arguments(arguments, DEFAULT_RECIPE)
+        return train(config) if config else 0
+    except UserError as error:
+        status, code, reason = error.status, error.exit_code, str(error)
+        print_problems(error)
+    except KeyboardInterrupt:
+        status, code, reason = "interrupted", EXIT_INTERRUPTED, "interrupted outside the loop; nothing new to save"
+        print(reason, file=sys.stderr)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if reason:
+            write_failure(config.output_dir if config else None, status, code, reason)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
