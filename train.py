@@ -29,7 +29,7 @@ def train(config: Config) -> int:
     """Train as the recipe says; returns the exit code."""
     # Imported here and not above, so that --help and a misspelt key answer at once.
     from acc_lm import checkpoint, history, runtime
-    from acc_lm.console import Bar, closing_block, quiet_libraries, start_block
+    from acc_lm.console import Bar, closing_block, start_block
     from acc_lm.data import build_data, build_loader
     from acc_lm.evaluation import EvaluationResult, evaluate_rows
     from acc_lm.export import export_model
@@ -46,7 +46,7 @@ def train(config: Config) -> int:
 
     training, output_dir = config.training, Path(config.output_dir)
     open_output_dir(output_dir)
-    quiet_libraries()
+    runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(training, config.distributed, config.tracking.report_to, output_dir)
     is_main = accelerator.is_main_process
 
@@ -157,6 +157,7 @@ def train(config: Config) -> int:
                     history.append(output_dir, step, metrics)
                 tracking.log(step, metrics)
                 bar.show(step, metrics)
+            pause = time.monotonic()
             if is_due(step, training.eval_every, num_steps):
                 result = evaluate_and_log()
             if (
@@ -172,6 +173,7 @@ def train(config: Config) -> int:
                 saved = checkpoint.save_checkpoint(
                     accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss
                 )
+            logged += time.monotonic() - pause  # evaluating and saving are no training time
             if stop:
                 break
     bar.close()

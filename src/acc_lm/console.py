@@ -18,14 +18,6 @@ from acc_lm.model import ModelFacts
 from acc_lm.runtime import Identity
 
 
-def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and notices out of ours; their errors still show."""
-    from transformers import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-
-
 def start_block(
     config: Config, identity: Identity, model: ModelFacts, data: Data, num_steps: int, tracking: str
 ) -> str:

@@ -6,6 +6,7 @@ Everything else sees an `Accelerator` that is what the launch asked for, or an e
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import signal
@@ -278,6 +279,16 @@ def _launch_command() -> list[str]:
 
 
 # --- around the loop -----------------------------------------------------------------------------------------------
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own progress bars and notices out of ours; their errors still show."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    # transformers imports DeepSpeed when it saves a model, and DeepSpeed announces the device that it will not use.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
 
 
 def bare_model(model: nn.Module) -> nn.Module:

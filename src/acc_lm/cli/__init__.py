@@ -52,8 +52,8 @@ def _generate(known: argparse.Namespace) -> int:
     ):
         if wrong:
             raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
-    from acc_lm.console import quiet_libraries
     from acc_lm.export import sample_text
+    from acc_lm.runtime import quiet_libraries
 
     quiet_libraries()
     print(sample_text(

@@ -1,0 +1,35 @@
+# make train   installs into .venv, then trains recipes/quickstart.yaml on whatever is there
+# make test    installs into .venv, then runs the whole test suite
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test lint docs bench clean
+
+train: .venv/installed
+	$(BIN)/python train.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# What is generated from the code and checked by the tests.
+docs: .venv/installed
+	$(BIN)/acc-lm recipe schema > recipes/schema.json
+	$(BIN)/acc-lm recipe markdown > docs/recipe.md
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/loss_head.py
+	$(BIN)/python benchmarks/loader.py
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build src/*.egg-info
