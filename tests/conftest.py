@@ -1,0 +1,95 @@
+"""Imports everything once, so that the processes which the tests fork start at once; makes the small texts they train on."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are forked from this one
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("WANDB_API_KEY", None)
+
+import accelerate
+import datasets
+import matplotlib
+import matplotlib.pyplot
+import pytest
+import torch
+import transformers
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import processes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.llama import modeling_llama
+
+import acc_lm.checkpoint
+import acc_lm.console
+import acc_lm.export
+import train
+
+torch.set_num_threads(1)
+matplotlib.use("Agg")
+IMPORTED = (accelerate, datasets, transformers, AutoModelForCausalLM, AutoTokenizer, modeling_gpt2, modeling_llama, train)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token rows of the tests, apart from the user's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["ACC_LM_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words() -> list[str]:
+    """40 documents of a few hundred characters, all different."""
+    choose = random.Random(0)
+    lexicon = ["red", "green", "blue", "tree", "house", "river", "sings", "runs", "sleeps", "über", "naïve", "日本", "🙂", "and", "the"]
+    return [" ".join(choose.choices(lexicon, k=choose.randint(30, 90))) + f"\nnumber {i}." for i in range(40)]
+
+
+@pytest.fixture(scope="session")
+def text_file(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import json
+
+    file = tmp_path_factory.mktemp("text") / "words.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that trains in a second: 4 documents' worth of steps, two evaluations, three checkpoints."""
+    file = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    file.write_text(
+        f"""
+seed: 7
+model:
+  config: {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1}}
+tokenizer: {{kind: byte}}
+data: {{source: files, files: [{text_file}], eval_fraction: 0.1, sequence_length: 32}}
+training: {{max_steps: 6, global_batch_size: 12, micro_batch_size: 12, log_every: 2, eval_every: 3}}
+optimizer: {{learning_rate: 1e-3}}
+schedule: {{name: cosine, warmup_steps: 2}}
+checkpoint: {{every: 2}}
+tracking: {{report_to: []}}
+export: {{sample_tokens: 0}}
+"""
+    )
+    return file
+
+
+@pytest.fixture
+def tiny(tiny_recipe: Path, tmp_path: Path) -> list[str]:
+    """Arguments of `train.py` for a tiny run in a folder of its own, `tmp_path / "run"`."""
+    return ["--config", str(tiny_recipe), f"output_dir={tmp_path / 'run'}"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    assert torch.get_num_threads() == 1, "forked processes inherit this; more threads would make sums differ"
+    assert processes.ROOT.joinpath("train.py").is_file()

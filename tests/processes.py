@@ -1,0 +1,151 @@
+"""Real training processes in a second: this parent has imported everything once, and forks what a launcher would start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+LAUNCH_VARIABLES = re.compile(r"^(ACCELERATE_|RANK$|WORLD_SIZE$|LOCAL_RANK$|LOCAL_WORLD_SIZE$|MASTER_|TORCHELASTIC_|OMP_NUM)")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How the processes of one launch ended."""
+
+    codes: list[int]
+    """Exit codes; -N when ended by signal N."""
+    outputs: list[str]
+    """stdout and stderr together, per process."""
+
+    @property
+    def code(self) -> int:
+        return self.codes[0]
+
+    @property
+    def output(self) -> str:
+        return self.outputs[0]
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+
+class Launch:
+    """Processes that run `function`, with the environment that a launcher would give them."""
+
+    def __init__(self, function: Callable[[], int | None], num_processes: int = 1, environment: dict[str, str] | None = None):
+        self.folder = Path(tempfile.mkdtemp())
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pids = []
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(num_processes):
+            pid = os.fork()
+            if pid == 0:
+                self._child(function, rank, num_processes, port, environment or {})
+            self.pids.append(pid)
+
+    def _child(self, function: Callable[[], int | None], rank: int, world: int, port: int, environment: dict[str, str]) -> None:
+        code = 1
+        try:
+            with (self.folder / f"output-{rank}").open("wb", buffering=0) as file, open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            # Plain streams on the redirected descriptors: pytest's own would write elsewhere.
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            for name in list(os.environ):
+                if LAUNCH_VARIABLES.match(name):
+                    del os.environ[name]
+            if world > 1:
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                }  # fmt: skip
+            os.environ |= environment
+            code = function() or 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self, timeout: float = 120) -> Finished:
+        """Codes and outputs; a process that outlives the timeout is killed and the test fails."""
+        codes: dict[int, int] = {}
+        end = time.monotonic() + timeout
+        while len(codes) < len(self.pids):
+            for pid in self.pids:
+                if pid not in codes:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[pid] = os.waitstatus_to_exitcode(status)
+            if time.monotonic() > end:
+                for pid in self.pids:
+                    if pid not in codes:
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                raise TimeoutError(f"processes were still running after {timeout} s:\n" + "\n".join(self.outputs()))
+            time.sleep(0.005)
+        return Finished([codes[pid] for pid in self.pids], self.outputs())
+
+    def outputs(self) -> list[str]:
+        files = [self.folder / f"output-{rank}" for rank in range(len(self.pids))]
+        return [file.read_text(errors="replace") if file.exists() else "" for file in files]
+
+
+def start_training(arguments: list[str], num_processes: int = 1, environment: dict[str, str] | None = None) -> Launch:
+    """`train.py` with these arguments, as its processes would run it."""
+
+    def function() -> int:
+        import train
+
+        sys.argv = ["train.py", *arguments]
+        return train.main(arguments)
+
+    return Launch(function, num_processes, environment)
+
+
+def run_training(
+    arguments: list[str], num_processes: int = 1, environment: dict[str, str] | None = None, timeout: float = 120, expect: int | None = 0
+) -> Finished:
+    """Train to the end; `expect` is the exit code that every process must have."""
+    finished = start_training(arguments, num_processes, environment).wait(timeout)
+    if expect is not None:
+        assert finished.codes == [expect] * num_processes, "\n".join(finished.outputs)
+    return finished
+
+
+def run_everywhere(function: Callable[[], Any], num_processes: int = 1, timeout: float = 120) -> list[Any]:
+    """Call `function` in each of `num_processes` processes that can form a group; returns what each returned."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def store() -> None:
+            value = function()
+            Path(folder, os.environ.get("RANK", "0")).write_bytes(pickle.dumps(value))
+
+        finished = Launch(store, num_processes).wait(timeout)
+        assert finished.codes == [0] * num_processes, "\n".join(finished.outputs)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_processes)]

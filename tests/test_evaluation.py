@@ -1,0 +1,87 @@
+"""Evaluation has one value, whatever the batch size and the number of processes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from processes import run_everywhere
+from test_step import make_model
+
+from acc_lm.data import Rows
+from acc_lm.evaluation import EvaluationResult
+
+
+def held_out_rows() -> Rows:
+    """19 whole rows and one of 5 targets; tokens stand for 0 to 4 bytes."""
+    random = np.random.RandomState(0)
+    tokens = random.randint(0, 64, size=19 * 16 + 5 + 1).astype(np.uint16)
+    return Rows(tokens, 16, random.randint(0, 5, size=len(tokens)).astype(np.uint32))
+
+
+def evaluate_all(name: str, dtype: str, num_processes: int) -> list[EvaluationResult]:
+    def run() -> list[EvaluationResult]:
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.evaluation import evaluate_rows
+        from acc_lm.runtime import build_accelerator
+
+        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig())
+        assert accelerator.num_processes == num_processes
+        model = accelerator.prepare(make_model(name, dtype))
+        results = [evaluate_rows(accelerator, model, held_out_rows(), batch_size) for batch_size in (1, 3, 8)]
+        assert model.training
+        return results
+
+    everywhere = run_everywhere(run, num_processes)
+    assert all(results == everywhere[0] for results in everywhere), "all processes must know the same value"
+    return everywhere[0]
+
+
+@pytest.mark.parametrize(("name", "dtype", "bound"), [("llama", "float32", 1e-6), ("gpt2", "float32", 1e-6), ("gpt2", "float64", 1e-12)])
+def test_evaluation_does_not_depend_on_batch_size_or_processes(name: str, dtype: str, bound: float) -> None:
+    results = [result for num_processes in (1, 2, 3) for result in evaluate_all(name, dtype, num_processes)]
+    assert len(results) == 9
+    for result in results:
+        assert result.num_targets == 19 * 16 + 5
+        assert result.token_accuracy == results[0].token_accuracy
+        assert abs(result.loss - results[0].loss) <= bound * results[0].loss
+        assert abs(result.bits_per_byte - results[0].bits_per_byte) <= bound * results[0].bits_per_byte
+
+
+def test_evaluation_equals_transformers_own_logits() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from test_step import MODELS
+
+    rows = held_out_rows()
+    values = dict(MODELS["gpt2"])
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values)).double().eval()
+    nll = correct = targets = 0
+    for row in range(len(rows)):
+        batch = rows[row]
+        keep = batch["targets"][0] >= 0
+        log_p = plain(batch["input_ids"]).logits[0].log_softmax(-1)[keep]
+        wanted = batch["targets"][0][keep]
+        nll -= log_p[range(len(wanted)), wanted].sum().item()
+        correct += int((log_p.argmax(-1) == wanted).sum())
+        targets += len(wanted)
+    result = evaluate_all("gpt2", "float64", 1)[0]
+    assert math.isclose(result.loss, nll / targets, rel_tol=1e-9)
+    assert result.token_accuracy == correct / targets
+    num_bytes = int(rows.bytes_of_token[1:].sum())
+    assert math.isclose(result.bits_per_byte, nll / math.log(2) / num_bytes, rel_tol=1e-9)
+
+
+def test_only_the_first_rows_count_when_evaluation_is_limited() -> None:
+    def run() -> tuple[int, int]:
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.evaluation import evaluate_rows
+        from acc_lm.runtime import build_accelerator
+
+        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig())
+        model = accelerator.prepare(make_model("llama", "float32"))
+        return tuple(evaluate_rows(accelerator, model, held_out_rows(), size, 7).num_targets for size in (2, 5))
+
+    assert run_everywhere(run, 2) == [(7 * 16, 7 * 16)] * 2

@@ -1,0 +1,213 @@
+"""No split of the global batch into processes, micro-batches and accumulation shows in the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run_everywhere
+
+GLOBAL_BATCH, LENGTH, STEPS, NUM_ROWS = 12, 16, 20, 60
+SPLITS = {"1 x 12 x 1": (1, 12), "1 x 3 x 4": (1, 3), "2 x 3 x 2": (2, 3), "3 x 4 x 1": (3, 4)}
+MODELS = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64,
+             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    "llama": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+}  # fmt: skip
+
+
+def make_model(name: str, dtype: str) -> Any:
+    """The model with its loss installed, as `build_model` makes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from acc_lm.attention import choose_attention
+    from acc_lm.model import DTYPES, install_loss
+
+    torch.manual_seed(0)
+    values = dict(MODELS[name])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    choose_attention(model, LENGTH)
+    install_loss(model)
+    return model.train()
+
+
+class RaggedRows(torch.utils.data.Dataset):
+    """Rows with very different numbers of targets; `empty` ones have none."""
+
+    def __init__(self, empty: set[int]) -> None:
+        self.ids = torch.randint(0, 64, (NUM_ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+        self.targets = self.ids[:, 1:].clone()
+        for row in range(NUM_ROWS):
+            self.targets[row, (row * 7) % LENGTH :] = -100
+            if row in empty:
+                self.targets[row] = -100
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitems__(self, rows: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[rows, :-1], "targets": self.targets[rows]}
+
+    def count_targets(self, rows: Any) -> int:
+        return int((self.targets[rows] != -100).sum())
+
+
+def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each of 20 steps, as the main process sees them."""
+
+    def run() -> list[tuple[float, float]]:
+        from acc_lm.config import DistributedConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+        from acc_lm.data import build_loader
+        from acc_lm.optimizer import build_optimizer, set_learning_rate
+        from acc_lm.order import MicroBatches, RowOrder
+        from acc_lm.runtime import build_accelerator, identify
+        from acc_lm.schedule import build_schedule
+        from acc_lm.step import in_steps, train_step
+
+        training = TrainingConfig(max_steps=STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch_size)
+        accelerator = build_accelerator(training, DistributedConfig())
+        assert accelerator.num_processes == num_processes
+        optimizer_config = OptimizerConfig(learning_rate=1e-3)
+        model = make_model(name, dtype)
+        optimizer = build_optimizer(model, optimizer_config)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert identify(accelerator, model, training).strategy == ("ddp" if num_processes > 1 else "single")
+        order = RowOrder(3, NUM_ROWS, GLOBAL_BATCH)
+        # In step 3 a whole process of three, and a micro-batch of every other split, has no target at all.
+        rows = RaggedRows(empty=set(order.rows_at(3)[:4].tolist()))
+        rate = build_schedule(ScheduleConfig(name="cosine", warmup_steps=4), optimizer_config, STEPS)
+        batches = MicroBatches(
+            order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
+            num_processes=num_processes, first_step=1, last_step=STEPS,
+        )  # fmt: skip
+        results = []
+        loader = build_loader(rows, batches, 0, pin_memory=False)
+        for step, micro_batches in enumerate(in_steps(loader, accelerator.gradient_accumulation_steps), start=1):
+            set_learning_rate(optimizer, rate(step))
+            outcome = train_step(
+                accelerator, model, optimizer, micro_batches, step=step, seed=0,
+                num_targets=rows.count_targets(order.rows_at(step)), max_grad_norm=1.0,
+            )  # fmt: skip
+            loss = accelerator.reduce(outcome.nll, reduction="sum").item() / outcome.num_targets
+            results.append((loss, float(outcome.grad_norm)))
+        return results
+
+    return run_everywhere(run, num_processes)[0]
+
+
+def largest_difference(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    a, b = np.array(one), np.array(other)
+    assert a.shape == b.shape == (STEPS, 2)
+    return float(np.abs((a - b) / a).max())
+
+
+@pytest.mark.parametrize(("name", "dtype", "bound"), [
+    ("gpt2", "float32", 1e-5), ("llama", "float32", 1e-5), ("gpt2", "float64", 1e-10), ("llama", "float64", 1e-7),
+])  # fmt: skip
+def test_every_split_has_the_same_losses_and_gradient_norms(name: str, dtype: str, bound: float) -> None:
+    whole, *others = [train_split(name, dtype, *split) for split in SPLITS.values()]
+    assert whole[0][0] != whole[-1][0], "the run must move"
+    for split, other in zip(list(SPLITS)[1:], others, strict=True):
+        difference = largest_difference(whole, other)
+        print(f"{name} {dtype} {split}: {difference:.1e}")
+        assert difference <= bound, split
+
+
+def test_a_mean_of_micro_batch_means_would_be_seen() -> None:
+    """The negative control: what most loops do is far outside of the bound."""
+    model = make_model("gpt2", "float32")
+    rows = RaggedRows(empty=set())
+    parts = [rows.__getitems__(list(range(i, i + 3))) for i in range(0, 12, 3)]
+    losses = [(model(**part).item(), int((part["targets"] != -100).sum())) for part in parts]
+    exact = sum(nll for nll, _ in losses) / sum(n for _, n in losses)
+    mean_of_means = sum(nll / n for nll, n in losses) / len(losses)
+    assert abs(exact - mean_of_means) / exact > 1e-4
+
+
+def test_gradients_are_equal_on_all_processes_after_backward() -> None:
+    def run() -> bytes:
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.runtime import build_accelerator
+
+        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig())
+        torch.manual_seed(accelerator.process_index)  # different starts must end identical: DDP broadcasts
+        model = accelerator.prepare(make_model("llama", "float32"))
+        batch = RaggedRows(empty=set()).__getitems__([accelerator.process_index * 3 + i + 1 for i in range(3)])
+        accelerator.backward(model(**batch))
+        return b"".join(p.grad.numpy().tobytes() + p.detach().numpy().tobytes() for p in model.parameters())
+
+    first, second = run_everywhere(run, 2)
+    assert first == second
+
+
+def test_one_gradient_all_reduce_per_optimizer_step() -> None:
+    """Under accumulation of 3, every bucket of gradients travels once a step and not three times."""
+
+    def run() -> tuple[int, int]:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.runtime import build_accelerator
+        from acc_lm.step import train_step
+
+        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=2), DistributedConfig())
+        assert accelerator.gradient_accumulation_steps == 3
+        model = make_model("llama", "float32")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        buckets: list[int] = []
+
+        def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks the annotations by identity
+            buckets.append(bucket.index())
+            return default_hooks.allreduce_hook(None, bucket)
+
+        model.register_comm_hook(None, count)
+        rows = RaggedRows(empty=set())
+        for step in range(1, 5):
+            batches = [rows.__getitems__([i, i + 1]) for i in (2, 4, 6)]
+            train_step(accelerator, model, optimizer, batches, step=step, seed=0, num_targets=100, max_grad_norm=1.0)
+        return buckets.count(0), len(set(buckets))
+
+    for first_buckets, _ in run_everywhere(run, 2):
+        assert first_buckets == 4
+
+
+def test_nothing_reads_a_tensor_between_logs() -> None:
+    """Reading one waits for the device; only a step that is logged may."""
+
+    def run() -> list[str]:
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.progress import Progress
+        from acc_lm.runtime import StopRequest, build_accelerator
+        from acc_lm.step import train_step
+
+        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig())
+        model = make_model("llama", "float32")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        rows, progress, reads = RaggedRows(empty=set()), Progress(), []
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"):
+            original = getattr(torch.Tensor, name)
+
+            def trap(self: torch.Tensor, *arguments: Any, name: str = name, original: Any = original) -> Any:
+                reads.append(name)
+                return original(self, *arguments)
+
+            setattr(torch.Tensor, name, trap)
+        with StopRequest().listening(accelerator) as stop_request:
+            for step in range(1, 4):
+                batches = [rows.__getitems__(list(range(6))), rows.__getitems__(list(range(6, 12)))]
+                outcome = train_step(accelerator, model, optimizer, batches, step=step, seed=0, num_targets=100, max_grad_norm=1.0)
+                progress = progress.advance(np.arange(12), outcome.num_targets)
+                stop_request.agreed()
+        unread = list(reads)
+        outcome.nll.item()
+        assert reads == [*unread, "item"], "the trap must work"
+        return unread
+
+    assert run_everywhere(run, 1) == [[]]
