@@ -1,0 +1,99 @@
+"""The fused loss equals the plain one, in value and in every gradient, without its logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acc_lm.losses import CHUNK_POSITIONS, loss_sums, summed_loss
+
+
+def example(dtype: torch.dtype, bias: bool, positions: int = CHUNK_POSITIONS * 2 + 37) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(1, positions, 24, dtype=dtype, requires_grad=True)
+    head = nn.Linear(24, 500, bias=bias, dtype=dtype)
+    targets = torch.randint(0, 500, (1, positions))
+    targets[0, ::5] = -100
+    return hidden, head, targets
+
+
+def plain(hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor) -> torch.Tensor:
+    logits = head(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_value_and_gradients_equal_the_plain_path(dtype: torch.dtype, bound: float, bias: bool) -> None:
+    hidden, head, targets = example(dtype, bias)
+    leaves = [hidden, *head.parameters()]
+    expected = plain(hidden, head, targets)
+    wanted = torch.autograd.grad(expected * 0.3, leaves)
+    got = summed_loss(hidden, head.weight, head.bias, targets)
+    gradients = torch.autograd.grad(got * 0.3, leaves)
+    assert got.dtype == torch.promote_types(dtype, torch.float32)
+    assert abs(got - expected) <= bound * expected
+    for gradient, want in zip(gradients, wanted, strict=True):
+        assert (gradient - want).abs().max() <= bound * want.abs().max()
+
+
+def test_bf16_autocast_is_as_close_to_exact_as_the_plain_path() -> None:
+    hidden, head, targets = example(torch.float32, bias=True)
+    leaves = [hidden, *head.parameters()]
+    exact = torch.autograd.grad(plain(hidden, head, targets), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused_loss = summed_loss(hidden, head.weight, head.bias, targets)
+        plain_loss = plain(hidden, head, targets)
+    assert fused_loss.dtype == torch.float32
+    assert abs(fused_loss - plain_loss) <= 2e-3 * plain_loss
+    fused, usual = torch.autograd.grad(fused_loss, leaves), torch.autograd.grad(plain_loss, leaves)
+    for f, u, e in zip(fused, usual, exact, strict=True):
+        assert (f - e).norm() <= 1.2 * (u - e).norm()
+
+
+def test_no_target_means_zero_loss_and_zero_gradients() -> None:
+    hidden, head, targets = example(torch.float32, bias=True)
+    loss = summed_loss(hidden, head.weight, head.bias, torch.full_like(targets, -100))
+    loss.backward()
+    assert loss.item() == 0
+    for gradient in (hidden.grad, head.weight.grad, head.bias.grad):
+        assert gradient is not None
+        assert not gradient.any()
+
+
+def test_evaluation_sums_equal_the_plain_path() -> None:
+    hidden, head, targets = example(torch.float64, bias=True)
+    with torch.no_grad():
+        sums = loss_sums(hidden, head.weight, head.bias, targets)
+        correct = (head(hidden).argmax(-1) == targets).sum()
+    assert torch.allclose(sums.nll, plain(hidden, head, targets), rtol=1e-12)
+    assert (sums.num_targets, sums.num_correct) == ((targets >= 0).sum(), correct)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return output
+
+
+def test_logits_of_full_size_never_exist() -> None:
+    hidden, head, targets = example(torch.float32, bias=False, positions=CHUNK_POSITIONS * 8)
+    with LargestTensor() as usual:
+        plain(hidden, head, targets).backward()
+    assert usual.numel == CHUNK_POSITIONS * 8 * 500, "the trap must see the plain path's logits"
+    with LargestTensor() as fused:
+        summed_loss(hidden, head.weight, head.bias, targets).backward()
+    with LargestTensor() as evaluation, torch.no_grad():
+        loss_sums(hidden, head.weight, head.bias, targets)
+    assert max(fused.numel, evaluation.numel) <= CHUNK_POSITIONS * 500

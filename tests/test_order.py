@@ -1,0 +1,70 @@
+"""The rows of a step are a pure function of seed, step and global batch size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from acc_lm.order import MicroBatches, RowOrder, evaluation_batches, extend_ledger, permutation
+from acc_lm.progress import Progress
+
+
+def test_every_row_comes_once_per_epoch_and_no_batch_is_short() -> None:
+    order = RowOrder(seed=5, num_rows=37, global_batch_size=8)
+    places = np.concatenate([order.rows_at(step) for step in range(1, 38)])
+    assert len(places) == 37 * 8
+    for epoch in range(8):
+        assert sorted(places[epoch * 37 : (epoch + 1) * 37]) == list(range(37))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [permutation(seed, epoch, 1000) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({order.tobytes() for order in orders}) == 4
+    assert (np.abs(np.corrcoef(orders)[~np.eye(4, dtype=bool)]) < 0.15).all()
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    assert RowOrder(42, 100, 5).rows_at(7).tolist() == [62, 92, 96, 43, 85]
+
+
+@pytest.mark.parametrize(("num_processes", "micro_batch_size"), [(1, 12), (1, 3), (2, 3), (3, 4), (4, 1), (6, 2)])
+def test_processes_share_the_rows_of_each_step_without_overlap(num_processes: int, micro_batch_size: int) -> None:
+    order = RowOrder(seed=0, num_rows=31, global_batch_size=12)
+    per_process = [
+        list(MicroBatches(order, micro_batch_size=micro_batch_size, process=process, num_processes=num_processes, first_step=3, last_step=9))
+        for process in range(num_processes)
+    ]
+    accumulation = 12 // (num_processes * micro_batch_size)
+    for i, step in enumerate(range(3, 10)):
+        mine = [np.concatenate(batches[i * accumulation : (i + 1) * accumulation]) for batches in per_process]
+        assert np.concatenate(mine).tolist() == order.rows_at(step).tolist()
+        assert all(len(batch) == micro_batch_size for batches in per_process for batch in batches)
+
+
+def test_a_batch_larger_than_the_data_goes_round() -> None:
+    rows = RowOrder(seed=1, num_rows=3, global_batch_size=8).rows_at(1)
+    assert np.bincount(rows).tolist() in ([3, 3, 2], [3, 2, 3], [2, 3, 3])
+
+
+def test_steps_of_epochs() -> None:
+    order = RowOrder(seed=1, num_rows=25, global_batch_size=8)
+    assert (order.count_steps(1), order.count_steps(2), order.count_steps(0.5)) == (4, 7, 2)
+    assert [step for step in range(1, 20) if order.completes_epochs(step, 1)] == [4, 7, 10, 13, 16, 19]
+    assert not any(order.completes_epochs(step, None) for step in range(1, 20))
+
+
+def test_the_ledger_knows_order_and_place() -> None:
+    rows = [np.array([1, 2]), np.array([3])]
+    chained = extend_ledger(extend_ledger("", rows[0]), rows[1])
+    assert chained != extend_ledger(extend_ledger("", rows[1]), rows[0])
+    assert chained == Progress().advance(rows[0], 5).advance(rows[1], 2).ledger
+    assert Progress().advance(rows[0], 5).advance(rows[1], 2).tokens == 7
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 9])
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_evaluation_covers_every_row_once_in_equal_rounds(num_rows: int, num_processes: int) -> None:
+    shares = [evaluation_batches(num_rows, batch_size=2, process=p, num_processes=num_processes) for p in range(num_processes)]
+    assert len({len(share) for share in shares}) == 1
+    rows = np.concatenate([batch for share in shares for batch in share])
+    assert sorted(rows[rows >= 0]) == list(range(num_rows))

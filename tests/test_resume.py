@@ -1,0 +1,198 @@
+"""A resumed run is the uninterrupted run: weights, optimizer, metrics and ledger, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from processes import Finished, run_training, start_training
+
+STEPS = 10
+DROPOUT_MODEL = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128}"  # dropout 0.1 by default
+TIMED = ("train/tokens_per_second", "train/memory_gb")
+
+
+@pytest.fixture(scope="module")
+def dropout_recipe(tiny_recipe: Path) -> list[str]:
+    """10 steps of 12 rows over about 97 rows: an epoch ends inside step 9."""
+    return [
+        "--config", str(tiny_recipe), DROPOUT_MODEL, "data.sequence_length=128", f"training.max_steps={STEPS}",
+        "training.micro_batch_size=2", "training.log_every=1", "training.eval_every=5", "checkpoint.every=1", "checkpoint.keep_last=null",
+    ]  # fmt: skip
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in entry.items() if key not in TIMED} for entry in entries]
+
+
+def assert_equal_runs(run: Path, other: Path, step: int = STEPS) -> None:
+    last = f"checkpoints/step-{step:08d}/tensors.safetensors"
+    assert (run / last).read_bytes() == (other / last).read_bytes(), "weights and optimizer state"
+    assert (run / "final/model.safetensors").read_bytes() == (other / "final/model.safetensors").read_bytes()
+    assert metrics_of(run) == metrics_of(other)
+    ledgers = [json.loads((folder / "summary.json").read_text())["ledger"] for folder in (run, other)]
+    assert ledgers[0] == ledgers[1]
+
+
+def resume_from(whole: Path, step: int, target: Path, arguments: list[str], num_processes: int) -> Finished:
+    """Go on as if the whole run had been killed right after its checkpoint of `step`, in another place."""
+    name = f"step-{step:08d}"
+    shutil.copytree(whole / "checkpoints" / name, target / "checkpoints" / name)
+    shutil.copy(whole / "metrics.jsonl", target / "metrics.jsonl")
+    return run_training([*arguments, f"output_dir={target}"], num_processes)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_resumed_equals_uninterrupted(num_processes: int, dropout_recipe: list[str], tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    finished = run_training([*dropout_recipe, f"output_dir={whole}"], num_processes)
+    environment = json.loads((whole / "environment.json").read_text())
+    assert environment["num_processes"] == num_processes
+    assert environment["strategy"] == ("ddp" if num_processes > 1 else "single")
+    rows = int(finished.output.split("rows          ")[1].split(" ")[0])
+    assert 8 * 12 < rows < 9 * 12, "step 9 must span two epochs"
+    # After the first step, in the middle of an epoch, before and after the step that spans two.
+    for step in (1, 4, 8, 9):
+        resumed = resume_from(whole, step, tmp_path / f"from-{step}", dropout_recipe, num_processes)
+        assert f"resumed from {tmp_path}/from-{step}/checkpoints/step-{step:08d} at step {step}" in resumed.output
+        assert_equal_runs(whole, tmp_path / f"from-{step}")
+
+
+def test_twice_in_a_row_and_with_workers(dropout_recipe: list[str], tmp_path: Path) -> None:
+    whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
+    run_training([*dropout_recipe, f"output_dir={whole}"])
+    resume_from(whole, 3, first, [*dropout_recipe, "data.num_workers=2"], 1)
+    assert_equal_runs(whole, first)
+    resume_from(first, 6, second, dropout_recipe, 1)
+    assert_equal_runs(whole, second)
+
+
+def test_after_the_last_step_there_is_nothing_left_to_do(dropout_recipe: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_training([*dropout_recipe, f"output_dir={run}"])
+    tensors = run / f"checkpoints/step-{STEPS:08d}/tensors.safetensors"
+    before = (tensors.read_bytes(), tensors.stat().st_mtime_ns, metrics_of(run), (run / "final/model.safetensors").read_bytes())
+    again = run_training([*dropout_recipe, f"output_dir={run}"])
+    assert f"already complete: step {STEPS} of {STEPS}" in again.output
+    assert before == (tensors.read_bytes(), tensors.stat().st_mtime_ns, metrics_of(run), (run / "final/model.safetensors").read_bytes())
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["resumed_from"].endswith(f"step-{STEPS:08d}")
+    assert (summary["status"], summary["attempt"]) == ("completed", 2)
+
+
+def test_a_longer_run_goes_on_and_says_so(tiny: list[str], tmp_path: Path) -> None:
+    run_training(tiny)
+    longer = run_training([*tiny, "training.max_steps=8"])
+    assert "resumed from" in longer.output
+    assert "the schedule of the new length holds from here on" in longer.output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 8
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_finishes_the_step_saves_and_exits_75(
+    number: int, name: str, num_processes: int, dropout_recipe: list[str], tmp_path: Path
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    longer = [*dropout_recipe, f"training.max_steps={STEPS + 20}", "training.eval_every=10"]
+    launch = start_training([*longer, f"output_dir={run}"], num_processes)
+    wait_for(run / "checkpoints/step-00000005/manifest.json")
+    os.kill(launch.pids[-1], number)  # one process is told, all agree
+    finished = launch.wait()
+    assert finished.codes == [75] * num_processes, finished.outputs
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["reason"]) == ("preempted", 75, name)
+    stopped = summary["step"]
+    assert 5 <= stopped < STEPS + 20
+    assert Path(summary["last_checkpoint"]).name == f"step-{stopped:08d}"
+    assert f"stopped by {name} after step {stopped}" in finished.output
+    # The same command goes on, to the same end as a run that was never told to stop.
+    run_training([*longer, f"output_dir={run}"], num_processes)
+    run_training([*longer, f"output_dir={whole}"], num_processes)
+    assert_equal_runs(whole, run, STEPS + 20)
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never appeared"
+        time.sleep(0.002)
+
+
+def test_a_second_ctrl_c_leaves_at_once(tiny: list[str], tmp_path: Path) -> None:
+    # One step takes long: the first Ctrl-C waits for it, the second does not.
+    slow = [*tiny, "training.max_steps=100000", "training.global_batch_size=4800", "training.micro_batch_size=1", "data.sequence_length=2"]
+    launch = start_training(slow)
+    wait_for(tmp_path / "run/environment.json")
+    time.sleep(1)
+    os.kill(launch.pids[0], signal.SIGINT)
+    time.sleep(0.2)
+    os.kill(launch.pids[0], signal.SIGINT)  # a launcher's echo of the same key: no second one
+    time.sleep(1.2)
+    os.kill(launch.pids[0], signal.SIGINT)
+    before = time.monotonic()
+    finished = launch.wait(20)
+    assert time.monotonic() - before < 1
+    assert finished.code == 130
+    assert "leaving at once" in finished.output
+    assert "SIGINT: finishing the step" in finished.output
+
+
+def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
+    """25 times kill -9, at least 8 of them inside a save."""
+    choose = random.Random(0)
+    # More to write than to compute, so that kills meet saves; everything as before otherwise.
+    arguments = [
+        *dropout_recipe, "model.config.n_embd=128", "training.max_steps=20", "training.micro_batch_size=12", "checkpoint.keep_last=2",
+        "data.sequence_length=8", "training.eval_every=10", "training.log_every=1",
+    ]  # fmt: skip
+    whole = tmp_path / "whole"
+    started = time.monotonic()
+    run_training([*arguments, f"output_dir={whole}"])
+    duration = time.monotonic() - started
+
+    kills = in_save = runs = 0
+    while kills < 25:
+        runs += 1
+        run = tmp_path / f"run-{runs}"
+        while True:
+            launch = start_training([*arguments, f"output_dir={run}"])
+            if kills < 25:
+                seen = killed_at = None
+                end = time.monotonic() + choose.uniform(0.3, 0.8) * duration
+                aim = kills % 2 == 0  # every other kill waits for the next save that begins after its random moment
+                while not killed_at:
+                    time.sleep(0.0005)
+                    done, status = os.waitpid(launch.pids[0], os.WNOHANG)
+                    if done:
+                        assert os.waitstatus_to_exitcode(status) == 0, launch.outputs()
+                        break
+                    seen = bool(list(run.glob("checkpoints/tmp-step-*")))
+                    if time.monotonic() > end and (seen or not aim):
+                        time.sleep(choose.uniform(0, 0.004))
+                        os.kill(launch.pids[0], signal.SIGKILL)
+                        os.waitpid(launch.pids[0], 0)
+                        killed_at = time.monotonic()
+                if not killed_at:
+                    break
+                kills += 1
+                in_save += bool(list(run.glob("checkpoints/tmp-step-*")))
+            else:
+                assert launch.wait().code == 0, launch.outputs()
+                break
+        assert (run / "checkpoints/step-00000020/tensors.safetensors").read_bytes() == (
+            whole / "checkpoints/step-00000020/tensors.safetensors"
+        ).read_bytes()
+        assert metrics_of(run) == metrics_of(whole)
+        assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+        assert not list(run.rglob("tmp-*"))
+        shutil.rmtree(run)
+    print(f"{kills} kills over {runs} runs, {in_save} inside a save")
+    assert in_save >= 8
