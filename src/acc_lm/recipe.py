@@ -241,6 +241,7 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
     for depth, name in enumerate(parents):
         if place.get(name) is None:
             place[name] = {}
+            sources.setdefault(".".join(parents[: depth + 1]), "command line")
         place = place[name]
         if not isinstance(place, dict):
             parent = ".".join(parents[: depth + 1])
@@ -299,7 +300,7 @@ def _explain(detail: Any, sources: dict[str, str]) -> str:
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}[kind]
         limit = next(iter(context.values()))
-        expectation = f"a number {sign} {limit}"
+        expectation = f"a number {sign} {limit:g}"
     elif kind == "literal_error":
         expectation = "one of " + context["expected"].replace("'", "").replace(" or ", ", ")
     elif kind == "missing" or kind not in EXPECTATIONS:

@@ -1,0 +1,224 @@
+"""The recipe: precedence, types, ranges, spelling; every problem in one line, all of them at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+from pydantic import ValidationError
+
+from acc_lm.cli.arguments import parse_train_arguments
+from acc_lm.config import Config, learned_changes
+from acc_lm.errors import ConfigError
+from acc_lm.recipe import FOREIGN_NAMES, describe_keys, dump_config, json_schema, load_config, markdown
+
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+
+def problems(*overrides: str, file: Path = QUICKSTART) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return list(caught.value.problems)
+
+
+def test_the_command_line_wins_over_the_file_and_the_last_word_over_the_first() -> None:
+    config = load_config(QUICKSTART, ["optimizer.learning_rate=1e-4", "training.max_steps=200", "training.max_steps=250"])
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.training.max_steps == 250
+    assert config.data.sequence_length == 128, "from the file"
+    assert config.distributed.bucket_cap_mb == 25, "from the default"
+
+
+def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, ["optimizer.learning_rate=5e-4", "data.text_column='no'", "schedule.arguments={lr_end: 1e-7}"])
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5e-4", 5e-4), ("2.0e-05", 2e-5), ("1e5", 1e5), ("3", 3.0)],
+)
+def test_numbers_are_read_as_yaml_1_2_says(text: str, value: float) -> None:
+    assert load_config(QUICKSTART, [f"optimizer.learning_rate={text}", "schedule.min_learning_rate=0"]).optimizer.learning_rate == value
+
+
+def test_yaml_1_1_surprises_are_gone() -> None:
+    assert load_config(QUICKSTART, ["training.max_steps=0300"]).training.max_steps == 300, "not octal"
+    assert load_config(QUICKSTART, ["training.mixed_precision=no"]).training.mixed_precision == "no", "not false"
+    assert load_config(QUICKSTART, ["tracking.run_name=12:30:45"]).tracking.run_name == "12:30:45", "not seconds"
+    assert load_config(QUICKSTART, ["tracking.run_name=on"]).tracking.run_name == "on", "not true"
+
+
+def test_a_file_name_alone_is_a_list_of_one() -> None:
+    assert load_config(QUICKSTART, ["data.source=files", "data.files=a.txt"]).data.files == ("a.txt",)
+
+
+def test_another_model_type_replaces_the_models_mapping() -> None:
+    config = load_config(QUICKSTART, ["model.config={model_type: gpt2, n_embd: 64}"])
+    assert config.model.config == {"model_type": "gpt2", "n_embd": 64}
+    config = load_config(QUICKSTART, ["model.config={num_hidden_layers: 3}"])
+    assert config.model.config is not None
+    assert (config.model.config["num_hidden_layers"], config.model.config["hidden_size"]) == (3, 128)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = load_config(QUICKSTART)
+    with pytest.raises(ValidationError):
+        config.training.max_steps = 5  # type: ignore[misc]
+
+
+LINES = [
+    # override, the key that must be named, what the line must say
+    ("training.max_stpes=3", "training.max_stpes", "did you mean max_steps?"),
+    ("learning_rate=1", "learning_rate", "did you mean optimizer.learning_rate?"),
+    ("trainign.max_steps=3", "trainign", "did you mean training?"),
+    ("optimizer.learning_rate=fast", "optimizer.learning_rate", "must be a number, got 'fast'"),
+    ("optimizer.learning_rate=0", "optimizer.learning_rate", "must be a number > 0, got 0"),
+    ("optimizer.learning_rate=.nan", "optimizer.learning_rate", "must be"),
+    ("training.log_every='8'", "training.log_every", "must be a whole number, got '8' (a string)"),
+    ("training.log_every=true", "training.log_every", "must be a whole number, got True"),
+    ("training.log_every=2.5", "training.log_every", "must be a whole number, got 2.5"),
+    ("training.log_every=[1]", "training.log_every", "got [1] (a list)"),
+    ("data.eval_fraction=2.0", "data.eval_fraction", "must be a number < 1, got 2.0"),
+    ("data.source=fils", "data.source", "did you mean files?"),
+    ("training.mixed_precision=bf8", "training.mixed_precision", "must be one of no, bf16, fp16, fp8"),
+    ("schedule.name=reduce_lr_on_plateau", "schedule.name", "must be one of constant"),
+    ("schedule.name=greedy", "schedule.name", "must be one of constant"),
+    ("schedule.warmup_steps=4000", "schedule.warmup_steps", "at most training.max_steps 3000"),
+    ("schedule.min_learning_rate=0.5", "schedule.min_learning_rate", "at most optimizer.learning_rate"),
+    ("schedule.name=linear", "schedule.min_learning_rate", "must be 0 for schedule linear"),
+    ("training.num_epochs=1", "training", "exactly one of max_steps and num_epochs, got both"),
+    ("training.max_steps=null", "training", "exactly one of max_steps and num_epochs, got neither"),
+    ("training.micro_batch_size=3", "training.global_batch_size", "multiple of micro_batch_size 3, got 8; nearest: 6, 9"),
+    ("model.name_or_path=gpt2", "model", "exactly one of name_or_path and config, got both"),
+    ("model.config={model_type: lama}", "model.config.model_type", "did you mean llama?"),
+    ("model.config.hiden_size=3", "model.config.hiden_size", "did you mean hidden_size?"),
+    ("model.config.num_attention_heads=5", "model.config", "not a multiple of the number of attention heads (5)"),
+    ("model.config.hidden_size=many", "model.config.hidden_size", "expected int"),
+    ("data.files=a.txt", "data.files", "set data.source to files"),
+    ("data.source=files", "data.files", "add data.files"),
+    ("data.source=hub", "data.dataset", "add data.dataset"),
+    ("checkpoint.keep_last=1", "checkpoint.keep_last", "must be a number >= 2, got 1"),
+    ("tracking.report_to=[wanbd]", "tracking.report_to.0", "did you mean wandb?"),
+    ("hub_token=abc", "hub_token", "use the environment"),
+    ("tracking.api_key=abc", "tracking.api_key", "use the environment"),
+    ("training", "", "must be key=value, got 'training'"),
+    ("training.max_steps.more=3", "training.max_steps.more", "which is a value"),
+    ("training=[", "training", "must have a YAML value"),
+    ("model=null", "model", "must be a section of keys"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "says"), LINES, ids=[line[0] for line in LINES])
+def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, key: str, says: str) -> None:
+    found = problems(override)
+    assert len(found) == 1, found
+    assert found[0].startswith(f"command line: {key}") or (found[0].startswith(str(QUICKSTART)) and key in found[0])
+    assert says in found[0]
+    assert "\n" not in found[0]
+    assert "; " in found[0], "what to change"
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_NAMES))
+def test_names_of_other_tools_are_answered_with_ours(name: str) -> None:
+    (line,) = problems(f"{name}=1")
+    assert f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}" in line
+    target = FOREIGN_NAMES[name].split(" ")[0]
+    assert target in {key for key, *_ in describe_keys()} | {"seed", "output_dir"}
+
+
+def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text(QUICKSTART.read_text().replace("max_steps:", "max_stpes:").replace("seed: 42", "seed: many") + "extra: 1\n")
+    number = {text.split(":")[0].strip(): i for i, text in enumerate(recipe.read_text().splitlines(), start=1)}
+    found = problems("optimizer.betas=[0.9, 2.0]", file=recipe)
+    assert any(line.startswith(f"{recipe}:{number['max_stpes']}: training.max_stpes must be a known key") for line in found)
+    assert any(line.startswith(f"{recipe}:{number['seed']}: seed must be a whole number") for line in found)
+    assert any(line.startswith(f"{recipe}:{number['extra']}: extra must be a known key") for line in found)
+    assert any(line.startswith("command line: optimizer.betas.1 must be a number < 1, got 2.0") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1", ":1: must be YAML"),
+        ("a: 1\na: 2\n", "must be YAML, got found duplicate key"),
+        ("- 1\n", "must be a mapping of keys, got list"),
+        ("a: !!python/object/apply:os.system [echo]\n", ":1: must be YAML"),
+        ("\tb: 1", "must be YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_with_its_line(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    (line,) = problems(file=tmp_path / "x.yaml")
+    assert says in line
+
+
+def test_a_missing_recipe_names_the_nearest() -> None:
+    (line,) = problems(file=ROOT / "recipes" / "quikstart.yaml")
+    assert line.endswith(f"nearest: {QUICKSTART}")
+
+
+def test_options_with_dashes_are_answered() -> None:
+    for argument, says in (("--learning_rate=1", "section.key=value"), ("--max_seq_length", "data.sequence_length=VALUE"), ("--conf", "--config")):
+        with pytest.raises(ConfigError) as caught:
+            parse_train_arguments([argument], QUICKSTART)
+        assert says in str(caught.value)
+
+
+def test_help_lists_every_key_fast_and_without_torch() -> None:
+    code = (
+        "import sys, time, resource; sys.argv = ['train.py', '--help']\n"
+        "import runpy\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "heavy = sorted({'torch', 'transformers', 'accelerate', 'deepspeed', 'wandb', 'evaluate', 'matplotlib'} & set(sys.modules))\n"
+        "print(heavy, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    for key, kind, default, description in describe_keys():
+        assert f"{key}  ({kind}; " in done.stdout
+        assert description, f"{key} has no description"
+        assert default in done.stdout
+    assert done.stderr.strip() == "[]", "nothing heavy may be imported for --help"
+
+
+def test_print_config_prints_the_recipe_that_reproduces_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_train_arguments(["--print-config", "training.max_steps=123"], QUICKSTART) is None
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "printed.yaml") == load_config(QUICKSTART, ["training.max_steps=123"])
+
+
+def test_schema_and_reference_are_fresh() -> None:
+    assert (ROOT / "recipes/schema.json").read_text() == json_schema(), "run `make docs`"
+    assert (ROOT / "docs/recipe.md").read_text() == markdown(), "run `make docs`"
+    schema = json.loads(json_schema())
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["TrainingConfig"]["properties"]["global_batch_size"]["description"]
+
+
+def test_what_is_learned_is_told_from_how_it_is_run() -> None:
+    base = load_config(QUICKSTART).model_dump(mode="json")
+
+    def changes(*overrides: str) -> dict[str, tuple[object, object]]:
+        return learned_changes(base, load_config(QUICKSTART, overrides).model_dump(mode="json"))
+
+    assert changes("output_dir=x", "training.micro_batch_size=2", "data.num_workers=3", "tracking.report_to=[]", "checkpoint.every=7",
+                   "distributed.bucket_cap_mb=1", "training.log_every=1", "training.max_steps=5000") == {}  # fmt: skip
+    assert changes("training.max_steps=200") == {"training.max_steps": (3000, 200)}
+    assert changes("optimizer.learning_rate=1e-3", "seed=1") == {"optimizer.learning_rate": (6e-3, 1e-3), "seed": (42, 1)}
+    assert "model.config.hidden_size" in changes("model.config.hidden_size=64")
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    config = Config.model_validate({"model": {"config": {"model_type": "llama"}}, "training": {"max_steps": 100}})
+    assert (config.seed, config.data.sequence_length, config.training.global_batch_size, config.tokenizer.vocab_size) == (42, 128, 16, 4096)
+    assert (config.optimizer.learning_rate, config.optimizer.betas, config.schedule.name, config.schedule.warmup_steps) == (3e-3, (0.9, 0.95), "cosine", 30)
+    assert (config.checkpoint.every, config.checkpoint.keep_last, config.checkpoint.keep_best, config.checkpoint.resume) == (100, 2, 1, "auto")
+    assert (config.tracking.report_to, config.schedule.min_learning_rate, config.distributed.timeout_seconds) == (("wandb",), 0.0, 600)
