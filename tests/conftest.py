@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,24 +15,28 @@ import accelerate
 import datasets
 import matplotlib
 import matplotlib.pyplot
+import processes
 import pytest
 import torch
 import transformers
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-import processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
-import acc_lm.checkpoint
-import acc_lm.console
-import acc_lm.export
 import train
 
 torch.set_num_threads(1)
 matplotlib.use("Agg")
-IMPORTED = (accelerate, datasets, transformers, AutoModelForCausalLM, AutoTokenizer, modeling_gpt2, modeling_llama, train)
+IMPORTED = (
+    accelerate,
+    datasets,
+    transformers,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    modeling_gpt2,
+    modeling_llama,
+    train,
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,7 +51,23 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words() -> list[str]:
     """40 documents of a few hundred characters, all different."""
     choose = random.Random(0)
-    lexicon = ["red", "green", "blue", "tree", "house", "river", "sings", "runs", "sleeps", "über", "naïve", "日本", "🙂", "and", "the"]
+    lexicon = [
+        "red",
+        "green",
+        "blue",
+        "tree",
+        "house",
+        "river",
+        "sings",
+        "runs",
+        "sleeps",
+        "über",
+        "naïve",
+        "日本",
+        "🙂",
+        "and",
+        "the",
+    ]
     return [" ".join(choose.choices(lexicon, k=choose.randint(30, 90))) + f"\nnumber {i}." for i in range(40)]
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LAUNCH_VARIABLES = re.compile(r"^(ACCELERATE_|RANK$|WORLD_SIZE$|LOCAL_RANK$|LOCAL_WORLD_SIZE$|MASTER_|TORCHELASTIC_|OMP_NUM)")
+LAUNCH_VARIABLES = re.compile(
+    r"^(ACCELERATE_|RANK$|WORLD_SIZE$|LOCAL_RANK$|LOCAL_WORLD_SIZE$|MASTER_|TORCHELASTIC_|OMP_NUM)"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Finished:
 class Launch:
     """Processes that run `function`, with the environment that a launcher would give them."""
 
-    def __init__(self, function: Callable[[], int | None], num_processes: int = 1, environment: dict[str, str] | None = None):
+    def __init__(
+        self, function: Callable[[], int | None], num_processes: int = 1, environment: dict[str, str] | None = None
+    ):
         self.folder = Path(tempfile.mkdtemp())
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -60,7 +64,9 @@ class Launch:
                 self._child(function, rank, num_processes, port, environment or {})
             self.pids.append(pid)
 
-    def _child(self, function: Callable[[], int | None], rank: int, world: int, port: int, environment: dict[str, str]) -> None:
+    def _child(
+        self, function: Callable[[], int | None], rank: int, world: int, port: int, environment: dict[str, str]
+    ) -> None:
         code = 1
         try:
             with (self.folder / f"output-{rank}").open("wb", buffering=0) as file, open(os.devnull) as nothing:
@@ -129,7 +135,11 @@ def start_training(arguments: list[str], num_processes: int = 1, environment: di
 
 
 def run_training(
-    arguments: list[str], num_processes: int = 1, environment: dict[str, str] | None = None, timeout: float = 120, expect: int | None = 0
+    arguments: list[str],
+    num_processes: int = 1,
+    environment: dict[str, str] | None = None,
+    timeout: float = 120,
+    expect: int | None = 0,
 ) -> Finished:
     """Train to the end; `expect` is the exit code that every process must have."""
     finished = start_training(arguments, num_processes, environment).wait(timeout)

@@ -26,7 +26,9 @@ def problems(*overrides: str, file: Path = QUICKSTART) -> list[str]:
 
 
 def test_the_command_line_wins_over_the_file_and_the_last_word_over_the_first() -> None:
-    config = load_config(QUICKSTART, ["optimizer.learning_rate=1e-4", "training.max_steps=200", "training.max_steps=250"])
+    config = load_config(
+        QUICKSTART, ["optimizer.learning_rate=1e-4", "training.max_steps=200", "training.max_steps=250"]
+    )
     assert config.optimizer.learning_rate == 1e-4
     assert config.training.max_steps == 250
     assert config.data.sequence_length == 128, "from the file"
@@ -34,7 +36,9 @@ def test_the_command_line_wins_over_the_file_and_the_last_word_over_the_first() 
 
 
 def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
-    config = load_config(QUICKSTART, ["optimizer.learning_rate=5e-4", "data.text_column='no'", "schedule.arguments={lr_end: 1e-7}"])
+    config = load_config(
+        QUICKSTART, ["optimizer.learning_rate=5e-4", "data.text_column='no'", "schedule.arguments={lr_end: 1e-7}"]
+    )
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
 
@@ -44,7 +48,12 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
     [("5e-4", 5e-4), ("2.0e-05", 2e-5), ("1e5", 1e5), ("3", 3.0)],
 )
 def test_numbers_are_read_as_yaml_1_2_says(text: str, value: float) -> None:
-    assert load_config(QUICKSTART, [f"optimizer.learning_rate={text}", "schedule.min_learning_rate=0"]).optimizer.learning_rate == value
+    assert (
+        load_config(
+            QUICKSTART, [f"optimizer.learning_rate={text}", "schedule.min_learning_rate=0"]
+        ).optimizer.learning_rate
+        == value
+    )
 
 
 def test_yaml_1_1_surprises_are_gone() -> None:
@@ -94,7 +103,11 @@ LINES = [
     ("schedule.name=linear", "schedule.min_learning_rate", "must be 0 for schedule linear"),
     ("training.num_epochs=1", "training", "exactly one of max_steps and num_epochs, got both"),
     ("training.max_steps=null", "training", "exactly one of max_steps and num_epochs, got neither"),
-    ("training.micro_batch_size=3", "training.global_batch_size", "multiple of micro_batch_size 3, got 8; nearest: 6, 9"),
+    (
+        "training.micro_batch_size=3",
+        "training.global_batch_size",
+        "multiple of micro_batch_size 3, got 8; nearest: 6, 9",
+    ),
     ("model.name_or_path=gpt2", "model", "exactly one of name_or_path and config, got both"),
     ("model.config={model_type: lama}", "model.config.model_type", "did you mean llama?"),
     ("model.config.hiden_size=3", "model.config.hiden_size", "did you mean hidden_size?"),
@@ -134,10 +147,14 @@ def test_names_of_other_tools_are_answered_with_ours(name: str) -> None:
 
 def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path) -> None:
     recipe = tmp_path / "bad.yaml"
-    recipe.write_text(QUICKSTART.read_text().replace("max_steps:", "max_stpes:").replace("seed: 42", "seed: many") + "extra: 1\n")
+    recipe.write_text(
+        QUICKSTART.read_text().replace("max_steps:", "max_stpes:").replace("seed: 42", "seed: many") + "extra: 1\n"
+    )
     number = {text.split(":")[0].strip(): i for i, text in enumerate(recipe.read_text().splitlines(), start=1)}
     found = problems("optimizer.betas=[0.9, 2.0]", file=recipe)
-    assert any(line.startswith(f"{recipe}:{number['max_stpes']}: training.max_stpes must be a known key") for line in found)
+    assert any(
+        line.startswith(f"{recipe}:{number['max_stpes']}: training.max_stpes must be a known key") for line in found
+    )
     assert any(line.startswith(f"{recipe}:{number['seed']}: seed must be a whole number") for line in found)
     assert any(line.startswith(f"{recipe}:{number['extra']}: extra must be a known key") for line in found)
     assert any(line.startswith("command line: optimizer.betas.1 must be a number < 1, got 2.0") for line in found)
@@ -165,7 +182,11 @@ def test_a_missing_recipe_names_the_nearest() -> None:
 
 
 def test_options_with_dashes_are_answered() -> None:
-    for argument, says in (("--learning_rate=1", "section.key=value"), ("--max_seq_length", "data.sequence_length=VALUE"), ("--conf", "--config")):
+    for argument, says in (
+        ("--learning_rate=1", "section.key=value"),
+        ("--max_seq_length", "data.sequence_length=VALUE"),
+        ("--conf", "--config"),
+    ):
         with pytest.raises(ConfigError) as caught:
             parse_train_arguments([argument], QUICKSTART)
         assert says in str(caught.value)
@@ -189,7 +210,9 @@ def test_help_lists_every_key_fast_and_without_torch() -> None:
     assert done.stderr.strip() == "[]", "nothing heavy may be imported for --help"
 
 
-def test_print_config_prints_the_recipe_that_reproduces_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_the_recipe_that_reproduces_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert parse_train_arguments(["--print-config", "training.max_steps=123"], QUICKSTART) is None
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert load_config(tmp_path / "printed.yaml") == load_config(QUICKSTART, ["training.max_steps=123"])
@@ -212,13 +235,35 @@ def test_what_is_learned_is_told_from_how_it_is_run() -> None:
     assert changes("output_dir=x", "training.micro_batch_size=2", "data.num_workers=3", "tracking.report_to=[]", "checkpoint.every=7",
                    "distributed.bucket_cap_mb=1", "training.log_every=1", "training.max_steps=5000") == {}  # fmt: skip
     assert changes("training.max_steps=200") == {"training.max_steps": (3000, 200)}
-    assert changes("optimizer.learning_rate=1e-3", "seed=1") == {"optimizer.learning_rate": (6e-3, 1e-3), "seed": (42, 1)}
+    assert changes("optimizer.learning_rate=1e-3", "seed=1") == {
+        "optimizer.learning_rate": (6e-3, 1e-3),
+        "seed": (42, 1),
+    }
     assert "model.config.hidden_size" in changes("model.config.hidden_size=64")
 
 
 def test_defaults_are_those_of_the_design() -> None:
     config = Config.model_validate({"model": {"config": {"model_type": "llama"}}, "training": {"max_steps": 100}})
-    assert (config.seed, config.data.sequence_length, config.training.global_batch_size, config.tokenizer.vocab_size) == (42, 128, 16, 4096)
-    assert (config.optimizer.learning_rate, config.optimizer.betas, config.schedule.name, config.schedule.warmup_steps) == (3e-3, (0.9, 0.95), "cosine", 30)
-    assert (config.checkpoint.every, config.checkpoint.keep_last, config.checkpoint.keep_best, config.checkpoint.resume) == (100, 2, 1, "auto")
-    assert (config.tracking.report_to, config.schedule.min_learning_rate, config.distributed.timeout_seconds) == (("wandb",), 0.0, 600)
+    assert (
+        config.seed,
+        config.data.sequence_length,
+        config.training.global_batch_size,
+        config.tokenizer.vocab_size,
+    ) == (42, 128, 16, 4096)
+    assert (
+        config.optimizer.learning_rate,
+        config.optimizer.betas,
+        config.schedule.name,
+        config.schedule.warmup_steps,
+    ) == (3e-3, (0.9, 0.95), "cosine", 30)
+    assert (
+        config.checkpoint.every,
+        config.checkpoint.keep_last,
+        config.checkpoint.keep_best,
+        config.checkpoint.resume,
+    ) == (100, 2, 1, "auto")
+    assert (config.tracking.report_to, config.schedule.min_learning_rate, config.distributed.timeout_seconds) == (
+        ("wandb",),
+        0.0,
+        600,
+    )

@@ -28,7 +28,9 @@ BYTE = TokenizerConfig(kind="byte")
 
 
 def data_of(*files: Path, tokenizer: TokenizerConfig = BYTE, batch: int = 1, **keys: Any) -> Data:
-    config = DataConfig(source="files", files=tuple(map(str, files)), sequence_length=keys.pop("sequence_length", 16), **keys)
+    config = DataConfig(
+        source="files", files=tuple(map(str, files)), sequence_length=keys.pop("sequence_length", 16), **keys
+    )
     return build_data(config, tokenizer, None, 0, batch)
 
 
@@ -107,7 +109,10 @@ def test_equal_documents_stay_on_one_side(tmp_path: Path) -> None:
 def test_the_split_does_not_depend_on_the_order_of_the_documents(text_file: Path, tmp_path: Path) -> None:
     lines = text_file.read_text().splitlines(keepends=True)
     (tmp_path / "backwards.jsonl").write_text("".join(reversed(lines)))
-    held_out = [sorted(documents_of(data, data.evaluation)) for data in (data_of(text_file), data_of(tmp_path / "backwards.jsonl"))]
+    held_out = [
+        sorted(documents_of(data, data.evaluation))
+        for data in (data_of(text_file), data_of(tmp_path / "backwards.jsonl"))
+    ]
     assert held_out[0] == held_out[1]
 
 
@@ -191,7 +196,9 @@ def test_tokenizers_lose_nothing_even_of_text_they_have_not_seen(kind: str, word
 def test_a_bpe_is_trained_on_the_training_split_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcabcabc " * 200)
     (tmp_path / "b.txt").write_text("xyzxyzxyz " * 200)
-    data = data_of(tmp_path / "a.txt", tokenizer=TokenizerConfig(kind="bpe", vocab_size=265), eval_files=(str(tmp_path / "b.txt"),))
+    data = data_of(
+        tmp_path / "a.txt", tokenizer=TokenizerConfig(kind="bpe", vocab_size=265), eval_files=(str(tmp_path / "b.txt"),)
+    )
     vocabulary = data.tokenizer.get_vocab()
     assert "abc" in vocabulary
     assert not any("xy" in token for token in vocabulary)
@@ -213,7 +220,9 @@ def test_vocabularies_above_16_bits_are_kept_whole(tmp_path: Path, monkeypatch: 
     assert [_id_dtype(size) for size in (65536, 65537)] == [np.uint16, np.uint32]
 
 
-def test_the_cache_is_found_again_wherever_the_files_lie(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_found_again_wherever_the_files_lie(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
     first = data_of(text_file)
     (tmp_path / text_file.name).write_bytes(text_file.read_bytes())
@@ -223,9 +232,13 @@ def test_the_cache_is_found_again_wherever_the_files_lie(text_file: Path, tmp_pa
     assert np.array_equal(first.train.tokens, second.train.tokens)
 
 
-@pytest.mark.parametrize("change", [{"eval_fraction": 0.3}, {"text_column": "text2"}, {"tokenizer": TokenizerConfig(kind="char")}])
+@pytest.mark.parametrize(
+    "change", [{"eval_fraction": 0.3}, {"text_column": "text2"}, {"tokenizer": TokenizerConfig(kind="char")}]
+)
 def test_what_decides_the_rows_decides_the_key(change: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"a {i} b" * 9, "text2": f"c {i}" * 9}) + "\n" for i in range(9)))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": f"a {i} b" * 9, "text2": f"c {i}" * 9}) + "\n" for i in range(9))
+    )
     assert data_of(tmp_path / "x.jsonl").key != data_of(tmp_path / "x.jsonl", **change).key
 
 
@@ -237,7 +250,9 @@ def test_changed_content_changes_the_key(tmp_path: Path) -> None:
     assert data_of(file).key != before
 
 
-def test_a_cache_that_is_killed_while_built_or_damaged_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_killed_while_built_or_damaged_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "x.txt"
     file.write_text("".join(f"some text {i}\n" for i in range(150_000)))
@@ -266,7 +281,9 @@ def test_a_cache_that_is_killed_while_built_or_damaged_is_built_again(tmp_path: 
 
 def test_the_loader_reads_exactly_the_asked_rows_with_and_without_workers(text_file: Path) -> None:
     data = data_of(text_file)
-    batches = MicroBatches(RowOrder(0, len(data.train), 8), micro_batch_size=4, process=0, num_processes=1, first_step=2, last_step=6)
+    batches = MicroBatches(
+        RowOrder(0, len(data.train), 8), micro_batch_size=4, process=0, num_processes=1, first_step=2, last_step=6
+    )
     loaded = [list(build_loader(data.train, batches, workers, pin_memory=False)) for workers in (0, 2)]
     assert len(loaded[0]) == len(batches) == 10
     for rows, one, other in zip(batches, *loaded, strict=True):
@@ -276,12 +293,19 @@ def test_the_loader_reads_exactly_the_asked_rows_with_and_without_workers(text_f
             assert torch.equal(other[name], expected[name])
 
 
-def test_too_little_text_is_refused_before_a_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_text_is_refused_before_a_tokenizer_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("acc_lm.data.make_tokenizer", lambda *_: pytest.fail("trained a tokenizer"))
     (tmp_path / "x.txt").write_text("tiny text, really")
-    with pytest.raises(DataError, match=r"must fill a row of data.sequence_length 64 \+ 1 tokens, got at most 1[0-9]; lower it or add text"):
+    with pytest.raises(
+        DataError,
+        match=r"must fill a row of data.sequence_length 64 \+ 1 tokens, got at most 1[0-9]; lower it or add text",
+    ):
         data_of(tmp_path / "x.txt", sequence_length=64)
-    with pytest.raises(DataError, match=r"must fill training.global_batch_size 8 rows, got at most 1 row of 16 tokens; lower it"):
+    with pytest.raises(
+        DataError, match=r"must fill training.global_batch_size 8 rows, got at most 1 row of 16 tokens; lower it"
+    ):
         data_of(tmp_path / "x.txt", batch=8)
 
 
@@ -289,7 +313,9 @@ def test_the_standard_library_is_found_without_its_tests() -> None:
     files = python_stdlib_files()
     assert len(files) > 300
     assert any(file.name == "argparse.py" for file in files)
-    assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files if "lib2to3" not in file.parts)
+    assert not any(
+        {"test", "tests", "site-packages"} & set(file.parts) for file in files if "lib2to3" not in file.parts
+    )
     train, held_out, sizes = split_documents(open_corpus(DataConfig(), 0), DataConfig())
     names = [{document.file for document in side()} for side in (train, held_out)]
     assert not names[0] & names[1]

@@ -27,7 +27,9 @@ def evaluate_all(name: str, dtype: str, num_processes: int) -> list[EvaluationRe
         from acc_lm.evaluation import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
-        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig())
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig()
+        )
         assert accelerator.num_processes == num_processes
         model = accelerator.prepare(make_model(name, dtype))
         results = [evaluate_rows(accelerator, model, held_out_rows(), batch_size) for batch_size in (1, 3, 8)]
@@ -39,7 +41,9 @@ def evaluate_all(name: str, dtype: str, num_processes: int) -> list[EvaluationRe
     return everywhere[0]
 
 
-@pytest.mark.parametrize(("name", "dtype", "bound"), [("llama", "float32", 1e-6), ("gpt2", "float32", 1e-6), ("gpt2", "float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "bound"), [("llama", "float32", 1e-6), ("gpt2", "float32", 1e-6), ("gpt2", "float64", 1e-12)]
+)
 def test_evaluation_does_not_depend_on_batch_size_or_processes(name: str, dtype: str, bound: float) -> None:
     results = [result for num_processes in (1, 2, 3) for result in evaluate_all(name, dtype, num_processes)]
     assert len(results) == 9
@@ -51,8 +55,8 @@ def test_evaluation_does_not_depend_on_batch_size_or_processes(name: str, dtype:
 
 
 def test_evaluation_equals_transformers_own_logits() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
     from test_step import MODELS
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     rows = held_out_rows()
     values = dict(MODELS["gpt2"])
@@ -80,7 +84,9 @@ def test_only_the_first_rows_count_when_evaluation_is_limited() -> None:
         from acc_lm.evaluation import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
-        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig())
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig()
+        )
         model = accelerator.prepare(make_model("llama", "float32"))
         return tuple(evaluate_rows(accelerator, model, held_out_rows(), size, 7).num_targets for size in (2, 5))
 

@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from acc_lm.losses import CHUNK_POSITIONS, loss_sums, summed_loss
 
 
-def example(dtype: torch.dtype, bias: bool, positions: int = CHUNK_POSITIONS * 2 + 37) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+def example(
+    dtype: torch.dtype, bias: bool, positions: int = CHUNK_POSITIONS * 2 + 37
+) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(1, positions, 24, dtype=dtype, requires_grad=True)
     head = nn.Linear(24, 500, bias=bias, dtype=dtype)

@@ -31,7 +31,16 @@ def test_the_order_never_changes_between_versions() -> None:
 def test_processes_share_the_rows_of_each_step_without_overlap(num_processes: int, micro_batch_size: int) -> None:
     order = RowOrder(seed=0, num_rows=31, global_batch_size=12)
     per_process = [
-        list(MicroBatches(order, micro_batch_size=micro_batch_size, process=process, num_processes=num_processes, first_step=3, last_step=9))
+        list(
+            MicroBatches(
+                order,
+                micro_batch_size=micro_batch_size,
+                process=process,
+                num_processes=num_processes,
+                first_step=3,
+                last_step=9,
+            )
+        )
         for process in range(num_processes)
     ]
     accumulation = 12 // (num_processes * micro_batch_size)
@@ -64,7 +73,9 @@ def test_the_ledger_knows_order_and_place() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 9])
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 def test_evaluation_covers_every_row_once_in_equal_rounds(num_rows: int, num_processes: int) -> None:
-    shares = [evaluation_batches(num_rows, batch_size=2, process=p, num_processes=num_processes) for p in range(num_processes)]
+    shares = [
+        evaluation_batches(num_rows, batch_size=2, process=p, num_processes=num_processes) for p in range(num_processes)
+    ]
     assert len({len(share) for share in shares}) == 1
     rows = np.concatenate([batch for share in shares for batch in share])
     assert sorted(rows[rows >= 0]) == list(range(num_rows))

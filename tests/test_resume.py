@@ -14,7 +14,9 @@ import pytest
 from processes import Finished, run_training, start_training
 
 STEPS = 10
-DROPOUT_MODEL = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128}"  # dropout 0.1 by default
+DROPOUT_MODEL = (
+    "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128}"  # dropout 0.1 by default
+)
 TIMED = ("train/tokens_per_second", "train/memory_gb")
 
 
@@ -78,10 +80,20 @@ def test_after_the_last_step_there_is_nothing_left_to_do(dropout_recipe: list[st
     run = tmp_path / "run"
     run_training([*dropout_recipe, f"output_dir={run}"])
     tensors = run / f"checkpoints/step-{STEPS:08d}/tensors.safetensors"
-    before = (tensors.read_bytes(), tensors.stat().st_mtime_ns, metrics_of(run), (run / "final/model.safetensors").read_bytes())
+    before = (
+        tensors.read_bytes(),
+        tensors.stat().st_mtime_ns,
+        metrics_of(run),
+        (run / "final/model.safetensors").read_bytes(),
+    )
     again = run_training([*dropout_recipe, f"output_dir={run}"])
     assert f"already complete: step {STEPS} of {STEPS}" in again.output
-    assert before == (tensors.read_bytes(), tensors.stat().st_mtime_ns, metrics_of(run), (run / "final/model.safetensors").read_bytes())
+    assert before == (
+        tensors.read_bytes(),
+        tensors.stat().st_mtime_ns,
+        metrics_of(run),
+        (run / "final/model.safetensors").read_bytes(),
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert summary["resumed_from"].endswith(f"step-{STEPS:08d}")
     assert (summary["status"], summary["attempt"]) == ("completed", 2)
@@ -128,7 +140,13 @@ def wait_for(path: Path, seconds: float = 60) -> None:
 
 def test_a_second_ctrl_c_leaves_at_once(tiny: list[str], tmp_path: Path) -> None:
     # One step takes long: the first Ctrl-C waits for it, the second does not.
-    slow = [*tiny, "training.max_steps=100000", "training.global_batch_size=4800", "training.micro_batch_size=1", "data.sequence_length=2"]
+    slow = [
+        *tiny,
+        "training.max_steps=100000",
+        "training.global_batch_size=4800",
+        "training.micro_batch_size=1",
+        "data.sequence_length=2",
+    ]
     launch = start_training(slow)
     wait_for(tmp_path / "run/environment.json")
     time.sleep(1)

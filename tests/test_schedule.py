@@ -10,16 +10,24 @@ from acc_lm.config import SCHEDULES, OptimizerConfig, ScheduleConfig
 from acc_lm.errors import ConfigError
 from acc_lm.schedule import build_schedule
 
-ARGUMENTS = {"warmup_stable_decay": {"num_decay_steps": 10}, "cosine_with_min_lr": {"min_lr": 1e-5}, "cosine_warmup_with_min_lr": {"min_lr": 1e-5}}
+ARGUMENTS = {
+    "warmup_stable_decay": {"num_decay_steps": 10},
+    "cosine_with_min_lr": {"min_lr": 1e-5},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-5},
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_step_k_has_the_rate_that_trainer_gives_it(name: str) -> None:
     """Trainer steps its scheduler after each optimizer step: step k runs at the factor of k - 1."""
     arguments = ARGUMENTS.get(name, {})
-    rate = build_schedule(ScheduleConfig(name=name, warmup_steps=5, arguments=arguments), OptimizerConfig(learning_rate=1e-3), 40)
+    rate = build_schedule(
+        ScheduleConfig(name=name, warmup_steps=5, arguments=arguments), OptimizerConfig(learning_rate=1e-3), 40
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=5, num_training_steps=40, scheduler_specific_kwargs=dict(arguments))
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=5, num_training_steps=40, scheduler_specific_kwargs=dict(arguments)
+    )
     for step in range(1, 41):
         assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
         optimizer.step()
@@ -27,7 +35,9 @@ def test_step_k_has_the_rate_that_trainer_gives_it(name: str) -> None:
 
 
 def test_cosine_with_a_minimum_ends_there_and_stays() -> None:
-    rate = build_schedule(ScheduleConfig(name="cosine", warmup_steps=0, min_learning_rate=1e-4), OptimizerConfig(learning_rate=1e-3), 1000)
+    rate = build_schedule(
+        ScheduleConfig(name="cosine", warmup_steps=0, min_learning_rate=1e-4), OptimizerConfig(learning_rate=1e-3), 1000
+    )
     assert rate(1000) == pytest.approx(1e-4, rel=1e-2)
     assert rate(1001) == rate(2000) == rate(1000), "cosine would climb again"
     assert rate(1) == pytest.approx(1e-3)

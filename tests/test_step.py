@@ -134,7 +134,9 @@ def test_gradients_are_equal_on_all_processes_after_backward() -> None:
         from acc_lm.config import DistributedConfig, TrainingConfig
         from acc_lm.runtime import build_accelerator
 
-        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig())
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig()
+        )
         torch.manual_seed(accelerator.process_index)  # different starts must end identical: DDP broadcasts
         model = accelerator.prepare(make_model("llama", "float32"))
         batch = RaggedRows(empty=set()).__getitems__([accelerator.process_index * 3 + i + 1 for i in range(3)])
@@ -155,7 +157,9 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
         from acc_lm.runtime import build_accelerator
         from acc_lm.step import train_step
 
-        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=2), DistributedConfig())
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=2), DistributedConfig()
+        )
         assert accelerator.gradient_accumulation_steps == 3
         model = make_model("llama", "float32")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -177,7 +181,8 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
         assert first_buckets == 4
 
 
-def test_nothing_reads_a_tensor_between_logs() -> None:
+@pytest.mark.parametrize("model_name", ["llama", "gpt2"])
+def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
     """Reading one waits for the device; only a step that is logged may."""
 
     def run() -> list[str]:
@@ -186,12 +191,14 @@ def test_nothing_reads_a_tensor_between_logs() -> None:
         from acc_lm.runtime import StopRequest, build_accelerator
         from acc_lm.step import train_step
 
-        accelerator = build_accelerator(TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig())
-        model = make_model("llama", "float32")
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig()
+        )
+        model = make_model(model_name, "float32")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model, optimizer = accelerator.prepare(model, optimizer)
         rows, progress, reads = RaggedRows(empty=set()), Progress(), []
-        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"):
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "numpy"):
             original = getattr(torch.Tensor, name)
 
             def trap(self: torch.Tensor, *arguments: Any, name: str = name, original: Any = original) -> Any:
@@ -202,7 +209,9 @@ def test_nothing_reads_a_tensor_between_logs() -> None:
         with StopRequest().listening(accelerator) as stop_request:
             for step in range(1, 4):
                 batches = [rows.__getitems__(list(range(6))), rows.__getitems__(list(range(6, 12)))]
-                outcome = train_step(accelerator, model, optimizer, batches, step=step, seed=0, num_targets=100, max_grad_norm=1.0)
+                outcome = train_step(
+                    accelerator, model, optimizer, batches, step=step, seed=0, num_targets=100, max_grad_norm=1.0
+                )
                 progress = progress.advance(np.arange(12), outcome.num_targets)
                 stop_request.agreed()
         unread = list(reads)

@@ -18,9 +18,22 @@ def test_a_run_leaves_everything_that_is_promised(tiny: list[str], tmp_path: Pat
     finished = run_training(tiny)
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
-    assert {"config.yaml", "environment.json", "metrics.jsonl", "training_curves.png", "summary.json", "checkpoints", "final"} == names
+    assert {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "training_curves.png",
+        "summary.json",
+        "checkpoints",
+        "final",
+    } == names
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["exit_code"], summary["step"], summary["samples_seen"]) == ("completed", 0, 6, 72)
+    assert (summary["status"], summary["exit_code"], summary["step"], summary["samples_seen"]) == (
+        "completed",
+        0,
+        6,
+        72,
+    )
     assert summary["train_loss"]["last"] < summary["train_loss"]["first"]
     assert set(summary["bits_per_byte"]) == {"model", "gzip", "xz"}
     assert len(summary["ledger"]) == 32
@@ -59,7 +72,9 @@ def test_final_loads_in_transformers_and_has_the_same_evaluation_loss(tiny: list
     run_training(tiny)
     final = tmp_path / "run" / "final"
     expected = read_metrics(tmp_path / "run")[-1]["eval/loss"]
-    assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "README.md"} <= {p.name for p in final.iterdir()}
+    assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "README.md"} <= {
+        p.name for p in final.iterdir()
+    }
     for file in final.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~current_umask(), f"{file.name} cannot be read by others"
 
@@ -117,7 +132,15 @@ def test_a_run_ends_with_a_sample_of_the_prompt(tiny: list[str]) -> None:
 
 
 def test_the_model_learns_and_the_score_says_so(tiny: list[str], tmp_path: Path) -> None:
-    run_training([*tiny, "training.max_steps=60", "optimizer.learning_rate=1e-2", "training.eval_every=60", "checkpoint.every=60"])
+    run_training(
+        [
+            *tiny,
+            "training.max_steps=60",
+            "optimizer.learning_rate=1e-2",
+            "training.eval_every=60",
+            "checkpoint.every=60",
+        ]
+    )
     metrics = read_metrics(tmp_path / "run")
     assert metrics[-1]["eval/loss"] < metrics[0]["train/loss"] - 1.5
 
@@ -136,7 +159,17 @@ def test_two_identical_runs_are_equal_bit_for_bit(tiny: list[str], tmp_path: Pat
 
 
 def test_a_fractional_number_of_epochs_sees_every_row_that_often(tiny: list[str], tmp_path: Path) -> None:
-    finished = run_training([*tiny, "training.max_steps=null", "training.num_epochs=1", "checkpoint.every=null", "checkpoint.every_epochs=0.5", "checkpoint.keep_last=null", "training.eval_every=null"])
+    finished = run_training(
+        [
+            *tiny,
+            "training.max_steps=null",
+            "training.num_epochs=1",
+            "checkpoint.every=null",
+            "checkpoint.every_epochs=0.5",
+            "checkpoint.keep_last=null",
+            "training.eval_every=null",
+        ]
+    )
     rows = int(finished.output.split("rows          ")[1].split(" ")[0].replace(",", ""))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["step"] == math.ceil(rows / 12)

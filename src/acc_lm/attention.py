@@ -48,6 +48,8 @@ def causal_attention(
     Returns:
         float [B, T, heads, D].
     """
+    if query.shape[1] % key.shape[1]:  # the fused kernels see this only when they run, not on the meta device
+        raise ValueError(f"{query.shape[1]} attention heads cannot share {key.shape[1]} key-value heads evenly")
     output = nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -58,6 +60,14 @@ def causal_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def register_attention() -> str:
+    """Make `causal_attention` known to transformers; returns the name it goes by."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(CAUSAL, causal_attention)
+    return CAUSAL
 
 
 def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
@@ -83,7 +93,7 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
             asked["attention_mask"] = True
         return causal_attention(module, query, key, value, None, scaling=keywords.get("scaling"))
 
-    AttentionInterface.register(CAUSAL, causal_attention)
+    register_attention()
     AttentionInterface.register(PROBE, probe)
     device = next(model.parameters()).device
     ids = (torch.arange(16, device=device).reshape(2, 8) * 7 + 1) % model.config.get_text_config().vocab_size

@@ -146,7 +146,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> N
             shutil.rmtree(folder)
         work.rename(folder)
         _flush(folder.parent)
-    except OSError:
+    except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
 
@@ -179,19 +179,14 @@ def _storage_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = getattr(error, "errno", None)
-        text = str(error)
-        full = (
-            number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-            or "os error 28" in text
-            or "os error 27" in text
-        )
-        if not full:
+        # safetensors raises an error of its own that carries the number in its text
+        in_text = re.search(r"os error (\d+)", str(error))
+        number = int(in_text[1]) if in_text else getattr(error, "errno", None)
+        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EIO):
             raise
         free = shutil.disk_usage(root if root.exists() else root.parent).free
-        reason = os.strerror(number) if number else text
         raise StorageError(
-            f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free); "
+            f"{root} must have room for a checkpoint, got: {os.strerror(number)} ({free / 2**20:.0f} MiB free); "
             "free some space and start again, the run goes on from the previous checkpoint"
         ) from None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.attention import choose_attention
+from acc_lm.attention import choose_attention, register_attention
 from acc_lm.config import ModelConfig
 from acc_lm.errors import ConfigError
 from acc_lm.losses import LossSums, loss_sums, summed_loss, sums_of_logits
@@ -97,9 +99,12 @@ def build_model(
     for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
         parameter.data = parameter.data.to(DTYPES[config.dtype])
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    attention = choose_attention(model, sequence_length)
-    loss = install_loss(model)
+        # transformers is renaming the switch; both names take the same keywords.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    with _must_run("model"):
+        attention = choose_attention(model, sequence_length)
+        loss = install_loss(model)
     parameters = list(model.parameters())
     facts = ModelFacts(
         num_parameters=sum(p.numel() for p in parameters),
@@ -129,26 +134,52 @@ def check_model(
     else:
         model_config = _pretrained_config(config)
     _check_length(model_config, sequence_length)
-    try:
-        with torch.device("meta"):
+    what = "model.config" if config.config is not None else "model.name_or_path"
+    with _must_run(what), torch.device("meta"):
+        try:
+            # Without a mask: transformers looks into one, which a meta tensor does not allow.
+            model = AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=config.trust_remote_code, attn_implementation=register_attention()
+            )
+        except (ValueError, TypeError, KeyError):  # outside of the attention interface
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        _do_not_look_for_padding(model)
+        try:
             model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-    except NotImplementedError:
-        return  # some operation has no meta kernel; the probe of the real model follows
-    except Exception as error:  # whatever the model's code raises, it cannot run these shapes
-        if "meta" in str(error):
-            return
-        what = "model.config" if config.config is not None else "model.name_or_path"
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            # This architecture looks into tensors; `build_model` runs it for real.
+
+
+@contextlib.contextmanager
+def _must_run(what: str) -> Iterator[None]:
+    """Whatever a model's own code raises here, it means that the recipe's model cannot be built or run."""
+    try:
+        yield
+    except Exception as error:
         raise ConfigError(f"{what} must be a model that runs, got: {first_line(error)}; change the sizes") from None
 
 
 def install_loss(model: PreTrainedModel) -> str:
     """Give the model the training forward; fused with the head where that is exact. Returns its name, for people."""
+    _do_not_look_for_padding(model)
     fused = _head_is_plain(model)
     if fused:
         model.get_output_embeddings().__class__ = LossHead
     model.forward = MethodType(_fused_forward if fused else _logits_forward, model)
     return "fused with the head" if fused else "on the model's own logits"
+
+
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    """In place of a check that does not apply."""
+
+
+def _do_not_look_for_padding(model: PreTrainedModel) -> None:
+    """Rows are never padded; some models read the ids in every forward to warn of it, which waits for the device."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _nothing
 
 
 def _head_is_plain(model: PreTrainedModel) -> bool:

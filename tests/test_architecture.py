@@ -1,0 +1,118 @@
+"""The house: modules import from lower floors only, strategies have names in one room, nothing heavy is imported early."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+SOURCE = ROOT / "src" / "acc_lm"
+FLOORS = {
+    "errors": 0, "losses": 0, "order": 0, "progress": 0, "history": 0,
+    "config": 1, "recipe": 1,
+    "sources": 2, "tokenizer": 2, "data": 2, "attention": 2, "model": 2, "optimizer": 2, "schedule": 2, "runtime": 2, "tracking": 2,
+    "step": 3, "evaluation": 3, "checkpoint": 3, "export": 3, "summary": 3, "console": 3,
+    "cli": 4,
+}  # fmt: skip
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def room(file: Path) -> str:
+    return file.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports(file: Path) -> list[tuple[str, bool]]:
+    """(module, whether at the top level and outside of TYPE_CHECKING) of every import."""
+    tree = ast.parse(file.read_text())
+    found = []
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "acc_lm":
+            found += [(f"acc_lm.{alias.name}", id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, id(node) in top))
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+    return found
+
+
+def test_every_module_has_a_floor() -> None:
+    assert {room(file) for file in MODULES} - {"__init__", "evaluate_modules"} == set(FLOORS)
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_modules_import_from_their_own_or_lower_floors(file: Path) -> None:
+    if room(file) in ("__init__", "evaluate_modules"):
+        assert not [name for name, _ in imports(file) if name.startswith("acc_lm")]
+        return
+    for name, _ in imports(file):
+        if name.startswith("acc_lm."):
+            other = name.split(".")[1]
+            assert FLOORS[other] <= FLOORS[room(file)], f"{room(file)} imports {other} from a higher floor"
+
+
+def test_strategies_have_names_in_the_runtime_only() -> None:
+    for file in [*MODULES, ROOT / "train.py"]:
+        words = [
+            node
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, (ast.Name, ast.Attribute, ast.Constant))
+        ]
+        text = " ".join(
+            str(getattr(w, "id", getattr(w, "attr", getattr(w, "value", ""))))
+            for w in words
+            if not is_docstring(w, file)
+        )
+        if file.stem != "runtime":
+            for word in ("deepspeed", "fsdp", "distributed_type", "distributeddataparallel"):
+                assert word not in text.lower(), f"{file.name} names {word}"
+
+
+def is_docstring(node: ast.AST, file: Path) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 60
+
+
+@pytest.mark.parametrize("file", [*MODULES, ROOT / "train.py"], ids=lambda file: file.name)
+def test_nothing_heavy_is_imported_before_it_is_used(file: Path) -> None:
+    early = {name.split(".")[0] for name, top in imports(file) if top}
+    assert (
+        not early
+        & {
+            "transformers",
+            "accelerate",
+            "datasets",
+            "deepspeed",
+            "wandb",
+            "evaluate",
+            "matplotlib",
+            "pandas",
+            "pyarrow",
+        }
+        or "evaluate_modules" in file.parts
+    )
+
+
+@pytest.mark.parametrize("file", [*MODULES, ROOT / "train.py"], ids=lambda file: file.name)
+def test_nothing_is_executed_that_came_from_a_file(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in (
+                "eval",
+                "exec",
+                "torch.load",
+                "pickle.load",
+                "pickle.loads",
+                "yaml.load",
+                "os.system",
+            ), called
+            for keyword in node.keywords:
+                given = ast.unparse(keyword.value)
+                assert (keyword.arg, given) not in (("trust_remote_code", "True"), ("shell", "True"))
+
+
+def test_train_reads_in_one_sitting() -> None:
+    lines = (ROOT / "train.py").read_text().splitlines()
+    assert len(lines) <= 260

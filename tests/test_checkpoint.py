@@ -1,0 +1,288 @@
+"""A checkpoint exists whole or not at all; what is damaged is named and passed over; what belongs elsewhere is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_everywhere, run_training
+
+from acc_lm.checkpoint import MANIFEST, STATE, TENSORS
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with checkpoints at 2, 4 and 6."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    run_training(
+        ["--config", str(tiny_recipe), f"output_dir={run}", "checkpoint.keep_last=null", "checkpoint.keep_best=0"]
+    )
+    assert steps_of(run) == [2, 4, 6]
+    return run
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run", symlinks=True))
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-00000006"
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-10]),
+    "flipped": flip_a_byte,
+    "swapped": lambda file: shutil.copy(file.parent.parent / "step-00000004" / file.name, file),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    name: str, damage: str, run: Path, tiny: list[str]
+) -> None:
+    DAMAGES[damage](newest(run) / name)
+    if (name, damage) == (MANIFEST, "flipped"):
+        assert json.dumps(json.loads((newest(run) / STATE).read_text()))  # the state itself is fine
+    finished = run_training(tiny)
+    assert f"{newest(run)} was passed over: " in finished.output
+    assert "resumed from" in finished.output
+    assert "at step 4" in finished.output
+    assert (run / "checkpoints/aside-step-00000006").is_dir(), "set aside, not deleted"
+    assert (run / "checkpoints/step-00000006" / MANIFEST).is_file(), "and written again"
+
+
+def test_when_all_are_damaged_nothing_is_deleted_and_nothing_starts(run: Path, tiny: list[str]) -> None:
+    for step in steps_of(run):
+        flip_a_byte(run / f"checkpoints/step-{step:08d}" / TENSORS)
+    before = sorted(str(path) for path in run.rglob("*"))
+    finished = run_training(tiny, expect=5)
+    assert len(finished.errors) == 4
+    assert all("does not match its checksum" in line for line in finished.errors[:3])
+    assert "nothing was deleted; choose another output_dir" in finished.errors[3]
+    assert sorted(str(path) for path in run.rglob("*")) == before
+    assert json.loads((run / "summary.json").read_text())["status"] == "checkpoint_error"
+
+
+def test_a_checkpoint_of_a_newer_format_is_named(run: Path, tiny: list[str]) -> None:
+    manifest = json.loads((newest(run) / MANIFEST).read_text())
+    (newest(run) / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
+    finished = run_training([*tiny, f"checkpoint.resume={newest(run)}"], expect=5)
+    assert "it has format 99, newer than 1 that this version reads" in finished.errors[0]
+
+
+def test_leftovers_of_a_killed_save_are_removed(run: Path, tiny: list[str]) -> None:
+    (run / "checkpoints/tmp-step-00000008").mkdir()
+    (run / "checkpoints/tmp-step-00000008" / TENSORS).write_bytes(b"half")
+    run_training(tiny)
+    assert not list((run / "checkpoints").glob("tmp-*"))
+
+
+def test_never_refuses_a_folder_with_checkpoints(run: Path, tiny: list[str]) -> None:
+    finished = run_training([*tiny, "checkpoint.resume=never"], expect=2)
+    assert (
+        "which holds checkpoints up to step 6, got never; choose another output_dir, or checkpoint.resume=auto"
+        in finished.errors[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nowhere", "no such folder"),
+        ("run/final", "an exported model, not a checkpoint"),
+        ("run", "the folder of a run; its newest checkpoint is"),
+    ],
+)
+def test_a_path_that_is_no_checkpoint_is_refused(
+    target: str, says: str, run: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    finished = run_training(
+        [*tiny, f"output_dir={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / target}"], expect=5
+    )
+    assert says in finished.errors[0]
+
+
+def test_a_path_starts_another_run_from_there(run: Path, tiny: list[str], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    run_training([*tiny, f"output_dir={other}", f"checkpoint.resume={run}/checkpoints/step-00000004"])
+    assert (other / "checkpoints/step-00000006" / TENSORS).read_bytes() == (newest(run) / TENSORS).read_bytes()
+    assert json.loads((other / "summary.json").read_text())["resumed_from"] == str(run / "checkpoints/step-00000004")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("optimizer.learning_rate=5e-4", "optimizer.learning_rate was 0.001, is 0.0005"),
+        ("training.global_batch_size=24", "training.global_batch_size was 12, is 24"),
+        ("training.max_steps=5", "training.max_steps was 6, is 5"),
+        ("seed=8", "seed was 7, is 8"),
+    ],
+)
+def test_another_recipe_is_refused_and_both_ways_out_are_named(
+    change: str, line: str, run: Path, tiny: list[str]
+) -> None:
+    finished = run_training([*tiny, change], expect=5)
+    assert len(finished.errors) == 2
+    assert finished.errors[0].endswith(line)
+    assert f"output_dir={run}-2" in finished.errors[1]
+    assert "checkpoint.allow_changed_recipe=true" in finished.errors[1]
+
+
+def test_an_allowed_change_goes_on_and_says_so(run: Path, tiny: list[str]) -> None:
+    finished = run_training(
+        [*tiny, "optimizer.learning_rate=5e-4", "training.max_steps=8", "checkpoint.allow_changed_recipe=true"]
+    )
+    assert "recipe changed, as checkpoint.allow_changed_recipe permits: optimizer.learning_rate" in finished.output
+    assert json.loads((run / "summary.json").read_text())["step"] == 8
+
+
+@pytest.mark.parametrize("change", ["model.config.hidden_size=32", "tokenizer.kind=char"])
+def test_another_shape_or_tokenizer_cannot_be_allowed(change: str, run: Path, tiny: list[str]) -> None:
+    finished = run_training([*tiny, change, "checkpoint.allow_changed_recipe=true"], expect=5)
+    assert "allow_changed_recipe" not in finished.errors[-1]
+
+
+def test_other_text_under_the_same_name_is_refused(run: Path, tiny: list[str], text_file: Path) -> None:
+    original = text_file.read_text()
+    try:
+        text_file.write_text(original + json.dumps({"text": "one more document " * 20}) + "\n")
+        finished = run_training(tiny, expect=5)
+        assert "must have been trained on this text, got other text" in finished.errors[0]
+    finally:
+        text_file.write_text(original)
+
+
+def test_newest_and_best_are_kept_and_known(tiny: list[str], tmp_path: Path) -> None:
+    arguments = [
+        *tiny,
+        "training.max_steps=12",
+        "checkpoint.every=1",
+        "training.eval_every=3",
+        "checkpoint.keep_last=2",
+        "optimizer.learning_rate=1e-2",
+    ]
+    run_training(arguments)
+    run = tmp_path / "run"
+    losses = {
+        e["step"]: e["eval/loss"]
+        for e in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "eval/loss" in e
+    }
+    best = min(losses, key=losses.__getitem__)
+    assert steps_of(run) == sorted({11, 12, best})
+    assert os.readlink(run / "checkpoints/latest") == "step-00000012"
+    assert os.readlink(run / "checkpoints/best") == f"step-{best:08d}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert Path(summary["last_checkpoint"]).name == "step-00000012"
+    assert Path(summary["best_checkpoint"]).name == f"step-{best:08d}"
+    assert summary["eval_loss"]["best_step"] == best
+
+
+def test_a_good_evaluation_is_saved_even_when_no_save_is_due(tiny: list[str], tmp_path: Path) -> None:
+    run_training([*tiny, "checkpoint.every=null", "training.eval_every=2", "optimizer.learning_rate=1e-2"])
+    losses = [
+        e["eval/loss"]
+        for e in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        if "eval/loss" in e
+    ]
+    assert losses == sorted(losses, reverse=True), "each evaluation was the best so far"
+    assert steps_of(tmp_path / "run") == [4, 6], "the newest two, 6 being the best"
+
+
+def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> None:
+    from acc_lm.checkpoint import _rotate
+    from acc_lm.config import CheckpointConfig
+
+    losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: None, 5: 1.5, 6: None}
+    for step, loss in losses.items():
+        folder = tmp_path / f"step-{step:08d}"
+        folder.mkdir()
+        (folder / STATE).write_text(json.dumps({"eval_loss": loss}))
+        (folder / MANIFEST).touch()
+        os.utime(folder, (1000 - step, 1000 - step))
+    _rotate(tmp_path, CheckpointConfig(keep_last=2, keep_best=2))
+    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["2", "5", "6"]
+
+
+def test_a_full_disk_is_exit_code_8_and_the_previous_checkpoint_is_intact(tiny: list[str], tmp_path: Path) -> None:
+    """On a small file system of its own."""
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        size = "model.config.hidden_size=48"  # about 500 kB a checkpoint: some fit
+        arguments = [
+            *tiny,
+            size,
+            "model.config.intermediate_size=64",
+            f"output_dir={disk / 'run'}",
+            "checkpoint.every=1",
+            "checkpoint.keep_last=null",
+        ]
+        finished = run_training(arguments, expect=8)
+        assert "must have room for a checkpoint, got: No space left on device" in finished.errors[0]
+        assert "MiB free" in finished.errors[0]
+        run = disk / "run"
+        assert not list((run / "checkpoints").glob("tmp-*"))
+        assert steps_of(run), "some were saved before the disk was full"
+        for folder in (run / "checkpoints").glob("step-*"):
+            from acc_lm.checkpoint import _problem_with
+
+            assert _problem_with(folder) is None
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() -> None:
+    """The negative control of every resume test: without a moment or the step count the next weights differ."""
+
+    def run() -> dict[str, float]:
+        from test_step import RaggedRows, make_model
+
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.runtime import build_accelerator
+        from acc_lm.step import train_step
+
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=4, micro_batch_size=4), DistributedConfig()
+        )
+
+        def steps(forget: str | None) -> torch.Tensor:
+            model = make_model("llama", "float32")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(1, 7):
+                if step == 4 and forget:
+                    for state in optimizer.state.values():
+                        state[forget].zero_()
+                train_step(accelerator, model, optimizer, [RaggedRows(set()).__getitems__([step, 2, 3, 9])], step=step, seed=0,
+                           num_targets=40, max_grad_norm=1.0)  # fmt: skip
+            return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+        whole = steps(None)
+        return {key: float((steps(key) - whole).abs().max()) for key in ("step", "exp_avg", "exp_avg_sq")}
+
+    (differences,) = run_everywhere(run)
+    assert all(difference > 1e-4 for difference in differences.values()), differences

@@ -1,0 +1,299 @@
+"""The training forward: a loss and never logits, causal without a mask, exact for every architecture it is used on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_step import MODELS, make_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from acc_lm.attention import CAUSAL, choose_attention
+from acc_lm.config import ModelConfig, OptimizerConfig, TokenizerConfig
+from acc_lm.errors import ConfigError
+from acc_lm.model import LossHead, build_model, check_model, count_ids, install_loss
+from acc_lm.optimizer import build_optimizer, decayed_names
+from acc_lm.tokenizer import make_tokenizer
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+
+
+def build(model_type: str, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    known = type(AutoConfig.for_model(model_type))()
+    values = {key: value for key, value in SMALL.items() if hasattr(known, key)} | fields
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).eval()
+
+
+# model type, its fields, whether attention is ours, whether the head is fused
+ARCHITECTURES = [
+    ("llama", {}, True, True),
+    ("llama", {"tie_word_embeddings": True}, True, True),
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, True, True),
+    ("qwen3", {"head_dim": 8}, True, True),
+    ("gpt_neox", {}, True, True),
+    ("olmo2", {}, True, True),
+    ("phi", {}, True, True),  # its head has a bias
+    ("mistral", {"sliding_window": 4096}, True, True),  # the window covers a row
+    ("mistral", {"sliding_window": 4}, False, True),
+    ("gemma3_text", {"sliding_window": 4, "head_dim": 8}, False, True),
+    ("gemma2", {"head_dim": 8}, False, False),  # soft caps on attention and on logits
+    ("gpt_oss", MOE, False, True),  # sinks
+    ("granite", {"logits_scaling": 3.0}, True, False),
+    ("cohere", {}, True, False),  # scales its logits
+    ("bloom", {"n_layer": 2, "n_head": 4}, False, True),  # outside the attention interface
+    ("mamba", {"state_size": 4}, False, True),  # no attention at all
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields", "ours", "fused"), ARCHITECTURES, ids=lambda value: str(value)[:40])
+def test_loss_and_gradients_equal_transformers_own(
+    model_type: str, fields: dict[str, Any], ours: bool, fused: bool
+) -> None:
+    """On rows longer than any window; the reference is an untouched model of the same weights."""
+    plain, model = build(model_type, **fields), build(model_type, **fields)
+    model.load_state_dict(plain.state_dict())
+    attention = choose_attention(model, sequence_length=24)
+    loss = install_loss(model)
+    assert attention.startswith("causal, no mask") is ours, attention
+    assert (loss == "fused with the head") is fused, loss
+    ids = torch.randint(0, 64, (2, 25), generator=torch.Generator().manual_seed(1))
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[0, 10:] = -100
+    reference = nn.functional.cross_entropy(
+        plain(inputs, use_cache=False).logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    reference.backward()
+    sums = model(inputs, targets)
+    assert abs(sums.nll - reference) <= 1e-5 * reference
+    for module in model.modules():
+        module.training = isinstance(module, LossHead)  # a loss, without dropout
+    model.training = True
+    model(inputs, targets).backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        want = expected[name].grad
+        if want is not None:
+            assert parameter.grad is not None, name
+            assert (parameter.grad - want).abs().max() <= 2e-4 * want.abs().max() + 1e-6, name
+
+
+def test_names_ties_generation_and_saving_are_untouched(tmp_path: Any) -> None:
+    plain, model = build("llama", tie_word_embeddings=True), build("llama", tie_word_embeddings=True)
+    choose_attention(model, 16)
+    install_loss(model)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, plain(ids).logits)
+    assert again.config._attn_implementation != CAUSAL
+
+
+class SeenAttention:
+    """Notes how scaled_dot_product_attention was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[bool, bool]] = []
+        original = nn.functional.scaled_dot_product_attention
+
+        def spy(*arguments: Any, **keywords: Any) -> Any:
+            self.calls.append(
+                (keywords.get("attn_mask") is None and len(arguments) < 4, keywords.get("is_causal", False))
+            )
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attention_is_called_causal_and_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(name, "float32")
+    seen = SeenAttention(monkeypatch)
+    model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)).backward()
+    assert seen.calls == [(True, True)] * 2, "one call a layer"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attention_stays_causal_without_a_mask_when_compiled(name: str) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    calls: list[dict[str, Any]] = []
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        calls.extend(
+            dict(node.kwargs) for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)
+        )
+        return graph.forward
+
+    model = make_model(name, "float32").eval()
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    expected = model(ids, ids).nll
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        got = compiled(ids, ids).nll
+    assert len(graphs) == 1, "no graph break"
+    assert len(calls) == 2
+    assert all(call["is_causal"] is True and call.get("attn_mask") is None for call in calls)
+    assert torch.allclose(got, expected, rtol=1e-6)
+
+
+def test_logits_of_a_whole_batch_never_exist_in_training() -> None:
+    from test_losses import LargestTensor
+
+    from acc_lm.losses import CHUNK_POSITIONS
+
+    fields = {"vocab_size": 3000, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = build("llama", **fields)
+    choose_attention(model, 256)
+    install_loss(model)
+    model.train()
+    ids = torch.zeros(4, 256, dtype=torch.int64)
+    with LargestTensor() as largest:
+        model(ids, ids).backward()
+    assert largest.numel <= CHUNK_POSITIONS * 3000 < 4 * 256 * 3000
+
+
+def scratch(**fields: Any) -> ModelConfig:
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    return ModelConfig(config=sizes | fields)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer(TokenizerConfig(kind="byte"), [])
+
+
+def test_weights_are_a_function_of_the_seed_and_ids_come_from_the_tokenizer(tokenizer: Any) -> None:
+    one, same, other = (build_model(scratch(), tokenizer, 16, seed)[0] for seed in (1, 1, 2))
+    for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if a.ndim > 1:
+            assert not torch.equal(a, c)
+    assert (one.config.vocab_size, one.config.eos_token_id, one.config.bos_token_id) == (
+        count_ids(tokenizer),
+        tokenizer.eos_token_id,
+        tokenizer.bos_token_id,
+    )
+    gpt2, facts = build_model(
+        ModelConfig(config={"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}), tokenizer, 16, 0
+    )
+    assert gpt2.config.eos_token_id < 257, "GPT-2's own 50256 is not in this vocabulary"
+    assert facts.dropout == 0.1
+    assert facts.num_parameters == sum(p.numel() for p in gpt2.parameters())
+
+
+def test_float64_weights_are_the_float32_ones(tokenizer: Any) -> None:
+    single = build_model(scratch(), tokenizer, 16, 1)[0]
+    double = build_model(scratch().model_copy(update={"dtype": "float64"}), tokenizer, 16, 1)[0]
+    for a, b in zip(single.parameters(), double.parameters(), strict=True):
+        assert b.dtype == torch.float64
+        assert torch.equal(a.double(), b)
+
+
+def test_a_continued_model_has_its_own_weights(tokenizer: Any, tmp_path: Any) -> None:
+    model = build_model(scratch(), tokenizer, 16, 1)[0]
+    model.save_pretrained(tmp_path)
+    again, _ = build_model(ModelConfig(name_or_path=str(tmp_path)), tokenizer, 16, 5)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_embeddings_too_small_for_the_tokenizer_are_refused_or_enlarged(tokenizer: Any, tmp_path: Any) -> None:
+    build("llama").save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match=r"vocab_size must be at least the tokenizer's 257 ids, got 64; .*model.resize_embeddings=true",
+    ):
+        build_model(ModelConfig(name_or_path=str(tmp_path)), tokenizer, 16, 0)
+    model, _ = build_model(ModelConfig(name_or_path=str(tmp_path), resize_embeddings=True), tokenizer, 16, 0)
+    assert model.get_input_embeddings().weight.shape[0] == 257
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_size": 20, "num_attention_heads": 5, "num_key_value_heads": 2}, "must be a model that runs"),
+        (
+            {"max_position_embeddings": 8},
+            "sequence_length must be at most the model's max_position_embeddings 8, got 16",
+        ),
+        ({"eos_token_id": 5000}, "model.config.eos_token_id must be an id below vocab_size"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_before_any_text_is_read(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_model(scratch(**fields), None, 4096, 16)
+
+
+def test_checking_a_model_allocates_nothing() -> None:
+    huge = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    }
+    check_model(scratch(**huge), None, 128_000, 2048)  # 5 billion parameters: 20 GB if they were real
+
+
+def test_gradient_checkpointing_changes_nothing(tokenizer: Any) -> None:
+    ids = torch.randint(0, 200, (2, 16), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for flag in (False, True):
+        model, _ = build_model(scratch().model_copy(update={"gradient_checkpointing": flag}), tokenizer, 16, 1)
+        assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) is flag
+        model(ids, ids).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_weight_decay_is_chosen_by_name(name: str) -> None:
+    model = make_model(name, "float32")
+    decayed = decayed_names(model)
+    for parameter_name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim >= 2  # true for these two models; the choice itself does not look at shapes
+        assert (parameter_name in decayed) is is_matrix, parameter_name
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.reshape(-1)  # as a sharded engine may hold them
+    assert decayed_names(model) == decayed
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mistral", "bloom", "mamba"])
+def test_the_check_on_the_meta_device_really_runs_the_model(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that gives up before the first layer would find nothing wrong with any model."""
+    ran = []
+    original = nn.Module.__call__
+
+    def note(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        output = original(self, *arguments, **keywords)
+        ran.append(type(self).__name__)
+        return output
+
+    monkeypatch.setattr(nn.Module, "__call__", note)
+    known = type(AutoConfig.for_model(model_type))()
+    fields = {key: value for key, value in SMALL.items() if hasattr(known, key)}
+    check_model(ModelConfig(config={"model_type": model_type, **fields}), None, 64, 8)
+    assert any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in ran), f"{model_type} was not run to its end: {ran[-1:]}"
