@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +77,38 @@ def test_evaluation_equals_transformers_own_logits() -> None:
     assert result.token_accuracy == correct / targets
     num_bytes = int(rows.bytes_of_token[1:].sum())
     assert math.isclose(result.bits_per_byte, nll / math.log(2) / num_bytes, rel_tol=1e-9)
+
+
+def test_the_evaluate_library_gives_the_same_values(tmp_path: Path) -> None:
+    from processes import ROOT
+
+    def run() -> list[dict[str, float]]:
+        import os
+
+        os.environ["HF_HOME"] = str(tmp_path)
+        import evaluate
+
+        from acc_lm.config import DistributedConfig, TrainingConfig
+        from acc_lm.evaluation import evaluate_rows
+        from acc_lm.runtime import build_accelerator
+
+        path = ROOT / "src/acc_lm/evaluate_modules/language_modeling.py"
+        metric = evaluate.load(str(path), cache_dir=str(tmp_path / "metrics"))
+        accelerator = build_accelerator(
+            TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig()
+        )
+        model, rows = accelerator.prepare(make_model("gpt2", "float64")), held_out_rows()
+        model.eval()
+        for row in range(len(rows)):
+            with torch.no_grad():
+                sums = model(**rows[row])
+            metric.add(nll=sums.nll.item(), num_targets=sums.num_targets.item(), num_correct=sums.num_correct.item(),
+                       num_bytes=rows.count_bytes([row]))  # fmt: skip
+        ours = evaluate_rows(accelerator, model, rows, 4).metrics()
+        return [metric.compute(), {name.removeprefix("eval/"): value for name, value in ours.items()}]
+
+    ((theirs, ours),) = run_everywhere(run)
+    assert theirs == pytest.approx(ours, rel=1e-12)
 
 
 def test_only_the_first_rows_count_when_evaluation_is_limited() -> None:

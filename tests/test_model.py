@@ -296,4 +296,6 @@ def test_the_check_on_the_meta_device_really_runs_the_model(model_type: str, mon
     known = type(AutoConfig.for_model(model_type))()
     fields = {key: value for key, value in SMALL.items() if hasattr(known, key)}
     check_model(ModelConfig(config={"model_type": model_type, **fields}), None, 64, 8)
-    assert any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in ran), f"{model_type} was not run to its end: {ran[-1:]}"
+    assert any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in ran), (
+        f"{model_type} was not run to its end: {ran[-1:]}"
+    )

@@ -281,9 +281,7 @@ def _why_not(name: str, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
         return f"must be a model without code of its own, got {name!r}, which brings some; read it, then set model.trust_remote_code=true"
-    if (
-        "safetensors" in text and "pytorch_model" in text
-    ) or "does not appear to have a file named model.safetensors" in text:
+    if Path(name).is_dir() and not list(Path(name).glob("*.safetensors")):
         return f"must have its weights in safetensors, got {name!r} without; convert them (weights in pickle are not loaded)"
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     if not Path(name).exists():

@@ -1,0 +1,53 @@
+"""Loss, perplexity, token accuracy and bits per byte from sums, as a module of the `evaluate` library.
+
+    metric = evaluate.load("src/acc_lm/evaluate_modules/language_modeling.py")
+    metric.add(nll=812.4, num_targets=300, num_correct=120, num_bytes=1100)      # once per batch or document
+    metric.compute()
+
+Add sums, not means: everything is added up first and divided once, so no way to cut the text into batches shows.
+"""
+
+import math
+
+import datasets
+import evaluate
+
+DESCRIPTION = (
+    "Loss (nats per target), perplexity, token accuracy and bits per byte of a language model, exact over any batches."
+)
+INPUTS = """
+Args:
+    nll: sum of -log p of the targets, in nats.
+    num_targets: how many targets there were.
+    num_correct: how many of them had the highest logit.
+    num_bytes: UTF-8 bytes of the text that they stand for.
+"""
+
+
+class LanguageModeling(evaluate.Metric):
+    """The quantities of acc-lm's own evaluation."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features(
+                {
+                    "nll": datasets.Value("float64"),
+                    "num_targets": datasets.Value("int64"),
+                    "num_correct": datasets.Value("int64"),
+                    "num_bytes": datasets.Value("int64"),
+                }
+            ),
+        )
+
+    def _compute(self, nll: list, num_targets: list, num_correct: list, num_bytes: list) -> dict:
+        total, targets, num_bytes_in_all = math.fsum(nll), sum(num_targets), sum(num_bytes)
+        loss = total / targets
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "token_accuracy": sum(num_correct) / targets,
+            "bits_per_byte": total / math.log(2) / num_bytes_in_all if num_bytes_in_all else math.nan,
+        }
