@@ -60,7 +60,10 @@ def draw(output_dir: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     entries = read(output_dir)
-    figure, (train, evaluation, rate) = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    figure, (train, evaluation, rate) = plt.subplots(1, 3, figsize=(15, 4))
+    figure.subplots_adjust(
+        left=0.05, right=0.985, bottom=0.13, top=0.84, wspace=0.2
+    )  # a layout engine draws it all twice
     figure.suptitle(title)
     steps, losses = series(entries, "train/loss")
     train.plot(steps, losses, color="tab:blue", alpha=0.3, marker="." if len(steps) < 3 else None, label="logged steps")

@@ -42,7 +42,9 @@ class LanguageModeling(evaluate.Metric):
             ),
         )
 
-    def _compute(self, nll: list, num_targets: list, num_correct: list, num_bytes: list) -> dict:
+    def _compute(
+        self, nll: list[float], num_targets: list[int], num_correct: list[int], num_bytes: list[int]
+    ) -> dict[str, float]:
         total, targets, num_bytes_in_all = math.fsum(nll), sum(num_targets), sum(num_bytes)
         loss = total / targets
         return {
