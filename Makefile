@@ -9,7 +9,7 @@ train: .venv/installed
 	$(BIN)/python train.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .

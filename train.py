@@ -69,6 +69,7 @@ def train(config: Config) -> int:
     optimizer = build_optimizer(model, config.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     identity = runtime.identify(accelerator, model, training)
+    checkpoint.check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
     progress, saved = Progress(), None
     if found.checkpoint:

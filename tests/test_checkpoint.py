@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_everywhere, run_training
+from processes import run_everywhere, run_training, start_training
+from test_resume import wait_for
 
-from acc_lm.checkpoint import MANIFEST, STATE, TENSORS
+from acc_lm.checkpoint import MANIFEST, STATE, TENSORS, _problem_with
 
 
 @pytest.fixture(scope="module")
@@ -223,37 +226,50 @@ def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> N
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["2", "5", "6"]
 
 
-def test_a_full_disk_is_exit_code_8_and_the_previous_checkpoint_is_intact(tiny: list[str], tmp_path: Path) -> None:
-    """On a small file system of its own."""
-    import subprocess
-
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        size = "model.config.hidden_size=48"  # about 500 kB a checkpoint: some fit
-        arguments = [
-            *tiny,
-            size,
-            "model.config.intermediate_size=64",
-            f"output_dir={disk / 'run'}",
-            "checkpoint.every=1",
-            "checkpoint.keep_last=null",
-        ]
-        finished = run_training(arguments, expect=8)
-        assert "must have room for a checkpoint, got: No space left on device" in finished.errors[0]
-        assert "MiB free" in finished.errors[0]
-        run = disk / "run"
-        assert not list((run / "checkpoints").glob("tmp-*"))
-        assert steps_of(run), "some were saved before the disk was full"
-        for folder in (run / "checkpoints").glob("step-*"):
-            from acc_lm.checkpoint import _problem_with
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
-            assert _problem_with(folder) is None
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+
+def test_a_disk_that_fills_up_is_exit_code_8_and_older_checkpoints_are_intact(
+    tiny: list[str], small_disk: Path
+) -> None:
+    run = small_disk / "run"
+    launch = start_training(
+        [*tiny, f"output_dir={run}", "checkpoint.every=1", "training.max_steps=400", "training.eval_every=null"]
+    )
+    wait_for(run / "checkpoints/step-00000003" / MANIFEST)
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    finished = launch.wait()
+    assert finished.code == 8, finished.output
+    (line,) = finished.errors
+    assert "must have room for a checkpoint, got: No space left on device (0 MiB free)" in line
+    assert not list((run / "checkpoints").glob("tmp-*"))
+    assert steps_of(run)
+    assert [_problem_with(run / f"checkpoints/step-{step:08d}") for step in steps_of(run)] == [None] * len(
+        steps_of(run)
+    )
+    (small_disk / "filler").unlink()
+    more = [*tiny, f"output_dir={run}", "training.max_steps=400", "checkpoint.every=null", "training.eval_every=null"]
+    assert "resumed from" in run_training(more).output
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tiny: list[str], small_disk: Path) -> None:
+    big = ["model.config.hidden_size=256", "model.config.intermediate_size=512"]
+    finished = run_training([*tiny, *big, f"output_dir={small_disk / 'run'}"], expect=8)
+    (line,) = finished.errors
+    assert "must have room for 4 checkpoints of" in line
+    assert "lower checkpoint.keep_last or keep_best" in line
+    assert "step 1/" not in finished.output
 
 
 def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() -> None:

@@ -191,6 +191,26 @@ def _storage_errors(root: Path) -> Iterator[None]:
         ) from None
 
 
+def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfig, num_steps: int) -> None:
+    """Refuse a run whose checkpoints will not fit, before its first step. AdamW's state makes each three models large.
+
+    Raises:
+        StorageError: with what is needed and what is free.
+    """
+    root = output_dir / "checkpoints"
+    planned = 1 + (num_steps // config.every if config.every else 0)
+    kept = planned if config.keep_last is None else min(planned, config.keep_last + config.keep_best)
+    size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    there = sum(file.stat().st_size for file in root.glob("step-*/*"))
+    needed = (kept + 1) * size - there  # one more than is kept: the new one is whole before an old one goes
+    free = shutil.disk_usage(output_dir).free
+    if needed > free:
+        raise StorageError(
+            f"{root} must have room for {kept + 1} checkpoints of {size / 2**20:.1f} MiB, got {free / 2**20:.1f} MiB free "
+            f"({needed / 2**20:.1f} needed); free some space, or lower checkpoint.keep_last or keep_best"
+        )
+
+
 def _rotate(root: Path, config: CheckpointConfig) -> None:
     """Keep the newest `keep_last` and the best `keep_best`, by step number and evaluation loss; link both for people."""
     by_step = sorted(_step_folders(root), reverse=True)
