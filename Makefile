@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint docs bench clean
+.PHONY: train test lint docs readme bench clean
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -21,6 +21,10 @@ docs: .venv/installed
 	$(BIN)/acc-lm recipe schema > recipes/schema.json
 	$(BIN)/acc-lm recipe markdown > docs/recipe.md
 
+# Runs the quickstart anew and puts what it printed into the README.
+readme: .venv/installed
+	$(BIN)/python docs/update_readme.py
+
 bench: .venv/installed
 	$(BIN)/python benchmarks/loss_head.py
 	$(BIN)/python benchmarks/loader.py
@@ -28,7 +32,7 @@ bench: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]'
 	touch $@
 
 clean:
