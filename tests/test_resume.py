@@ -131,6 +131,29 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(
     assert_equal_runs(whole, run, STEPS + 20)
 
 
+def test_ctrl_c_on_a_terminal_reaches_workers_too_and_still_saves(dropout_recipe: list[str], tmp_path: Path) -> None:
+    import psutil
+
+    run = tmp_path / "run"
+    arguments = [
+        *dropout_recipe,
+        "training.max_steps=4000",
+        "training.eval_every=null",
+        "data.num_workers=2",
+        "checkpoint.keep_last=2",
+    ]
+    launch = start_training([*arguments, f"output_dir={run}"])
+    wait_for(run / "checkpoints/step-00000003/manifest.json")
+    trainer = psutil.Process(launch.pids[0])
+    workers = trainer.children()
+    assert len(workers) == 2
+    for process in (*workers, trainer):
+        process.send_signal(signal.SIGINT)
+    finished = launch.wait()
+    assert finished.codes == [75], finished.output
+    assert finished.output.count("SIGINT: finishing the step") == 1
+
+
 def wait_for(path: Path, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not path.exists():

@@ -14,6 +14,7 @@ import lzma
 import math
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -436,6 +437,11 @@ def _keep(batch: Any) -> Any:
     return batch
 
 
+def _leave_interrupts_to_the_trainer(worker: int) -> None:
+    """A terminal sends Ctrl-C to workers too; only the training process decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def build_loader(
     rows: Dataset[Batch], batches: MicroBatches | list[np.ndarray], num_workers: int, *, pin_memory: bool
 ) -> DataLoader[Batch]:
@@ -447,4 +453,5 @@ def build_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=_leave_interrupts_to_the_trainer if num_workers else None,
     )

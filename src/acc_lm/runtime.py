@@ -5,7 +5,6 @@ Everything else sees an `Accelerator` that is what the launch asked for, or an e
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import platform
@@ -378,12 +377,6 @@ def peak_memory_gb(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def settle_memory() -> None:
-    """After the first step everything long-lived exists: keep the garbage collector from walking over it again."""
-    gc.collect()
-    gc.freeze()
 
 
 def close(accelerator: Accelerator) -> None:
