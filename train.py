@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli.arguments import parse_train_arguments
-from acc_lm.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError, print_problems
+from acc_lm.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, StorageError, UserError, print_problems, storage_reason
 from acc_lm.summary import write_failure
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def train(config: Config) -> int:
     from acc_lm.progress import Progress, is_due
     from acc_lm.recipe import dump_config
     from acc_lm.schedule import build_schedule
-    from acc_lm.step import in_steps, train_step
+    from acc_lm.step import in_steps, read_loss, train_step
     from acc_lm.summary import open_output_dir, write_json, write_summary
     from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
@@ -54,7 +54,8 @@ def train(config: Config) -> int:
     found = checkpoint.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
-        notes += checkpoint.check_same_recipe(found.checkpoint, config)
+        precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
+        notes += checkpoint.check_same_recipe(found.checkpoint, config, precision, num_processes)
 
     # Text -> rows, after a look at whether the model can run at all
     tokenizer = load_tokenizer(config.tokenizer, config.model)
@@ -68,7 +69,7 @@ def train(config: Config) -> int:
     model, model_facts = build_model(config.model, data.tokenizer, config.data.sequence_length, config.seed)
     optimizer = build_optimizer(model, config.optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    identity = runtime.identify(accelerator, model, training)
+    identity = runtime.identify(accelerator, model, training, config.distributed)
     checkpoint.check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
     progress, saved = Progress(), None
@@ -79,7 +80,7 @@ def train(config: Config) -> int:
         notes.append(f"resumed from {saved} at step {progress.step}")
     resumed_from, first_tokens = saved, progress.tokens
     if is_main:
-        checkpoint.set_aside(output_dir, after_step=progress.step)
+        checkpoint.set_aside(output_dir, found)
         history.keep_until(output_dir, progress.step)
         (output_dir / "config.yaml").write_text(dump_config(config))
         write_json(output_dir / "environment.json", runtime.environment(identity))
@@ -117,6 +118,13 @@ def train(config: Config) -> int:
         bar.show_evaluation(progress.step, result)
         return result
 
+    # A stop saves at once and leaves an evaluation that was due to the run that goes on.
+    if (
+        resumed_from
+        and is_due(progress.step, training.eval_every, num_steps)
+        and not history.has_evaluation(output_dir, progress.step)
+    ):
+        evaluate_and_log()
     result, stop = None, None
     started = logged = time.monotonic()
     logged_tokens = progress.tokens
@@ -142,7 +150,7 @@ def train(config: Config) -> int:
             result = None
 
             if is_due(step, training.log_every, num_steps) or step == 1:
-                loss = accelerator.reduce(outcome.nll, reduction="sum").item() / max(outcome.num_targets, 1)
+                loss = read_loss(accelerator, outcome)
                 now = time.monotonic()
                 metrics = {
                     "train/loss": loss,
@@ -159,7 +167,7 @@ def train(config: Config) -> int:
                 tracking.log(step, metrics)
                 bar.show(step, metrics)
             pause = time.monotonic()
-            if is_due(step, training.eval_every, num_steps):
+            if is_due(step, training.eval_every, num_steps) and not stop:
                 result = evaluate_and_log()
             if (
                 stop
@@ -170,9 +178,10 @@ def train(config: Config) -> int:
                     and checkpoint.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
                 )
             ):
+                read_loss(accelerator, outcome)  # what has diverged is not saved
                 eval_loss = result.loss if result else None
                 saved = checkpoint.save_checkpoint(
-                    accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss
+                    accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from
                 )
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             if stop:
@@ -231,7 +240,13 @@ def main(arguments: list[str]) -> int:
         print(reason, file=sys.stderr)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise
+        storage = storage_reason(error)
+        if storage is None:
+            raise
+        status, code = StorageError.status, StorageError.exit_code
+        print_problems(
+            StorageError(f"the disk must be writable, got: {storage} ({error}); free some space and start again")
+        )
     finally:
         if reason:
             write_failure(config.output_dir if config else None, status, code, reason)

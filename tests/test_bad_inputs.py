@@ -41,6 +41,12 @@ DATA: dict[str, tuple[str, bytes, list[str], str]] = {
     "null text": ("x.jsonl", lines(GOOD, '{"text": null}'), [], "x.jsonl:2: 'text' must be a string, got null"),
     "number as text": ("x.jsonl", lines('{"text": 5}'), [], "x.jsonl:1: 'text' must be a string, got a number"),
     "empty text": ("x.jsonl", lines(GOOD, '{"text": ""}'), [], "x.jsonl:2: 'text' must hold text, got an empty string"),
+    "half a character": (
+        "x.jsonl",
+        lines('{"text": "a \\ud83d b"}'),
+        [],
+        "x.jsonl:1: 'text' must be Unicode text, got half of a character",
+    ),
     "a list as record": ("x.jsonl", lines("[1, 2, 3]"), [], "x.jsonl:1: must be an object with a 'text', got a list"),
     "mixed schemas": (
         "x.jsonl",

@@ -131,6 +131,52 @@ def test_a_path_starts_another_run_from_there(run: Path, tiny: list[str], tmp_pa
     assert json.loads((other / "summary.json").read_text())["resumed_from"] == str(run / "checkpoints/step-00000004")
 
 
+def test_a_path_typed_again_goes_on_with_the_run_that_it_started(run: Path, tiny: list[str], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    command = [*tiny, f"output_dir={other}", f"checkpoint.resume={run}/checkpoints/step-00000002"]
+    run_training([*command, "training.max_steps=8"])
+    again = run_training([*command, "training.max_steps=10"])
+    assert f"resumed from {other}/checkpoints/step-00000008 at step 8" in again.output
+    assert not list((other / "checkpoints").glob("aside-*"))
+
+
+def test_a_rewound_run_leaves_its_old_course_aside(run: Path, tiny: list[str]) -> None:
+    finished = run_training([*tiny, f"checkpoint.resume={run}/checkpoints/step-00000002"])
+    assert "at step 2" in finished.output
+    assert {path.name for path in (run / "checkpoints").glob("aside-*")} == {
+        "aside-step-00000004",
+        "aside-step-00000006",
+    }
+
+
+def test_another_precision_is_another_recipe(run: Path, tiny: list[str]) -> None:
+    finished = run_training(tiny, environment={"ACCELERATE_MIXED_PRECISION": "bf16"}, expect=5)
+    assert finished.errors[0].endswith("training.mixed_precision was 'no', is 'bf16'")
+
+
+def test_another_number_of_processes_is_said(run: Path, tiny: list[str]) -> None:
+    finished = run_training([*tiny, "training.max_steps=8", "training.micro_batch_size=6"], num_processes=2)
+    assert "the checkpoint was written by 1 processes, now 2: the same rows and rates" in finished.output
+
+
+def test_what_has_diverged_is_not_saved_and_exits_6(tiny: list[str], tmp_path: Path) -> None:
+    huge = [
+        "optimizer.learning_rate=1e30",
+        "optimizer.max_grad_norm=null",
+        "schedule.warmup_steps=4",
+        "training.max_steps=40",
+    ]
+    finished = run_training([*tiny, *huge, "training.log_every=1"], expect=6)
+    (line,) = finished.errors
+    assert "the loss must stay finite, got" in line
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "diverged"
+    for step in steps_of(tmp_path / "run"):
+        from safetensors.torch import load_file
+
+        tensors = load_file(tmp_path / "run" / f"checkpoints/step-{step:08d}" / TENSORS)
+        assert all(tensor.isfinite().all() for name, tensor in tensors.items() if name.startswith("param/")), step
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

@@ -162,6 +162,15 @@ def test_every_format_gives_the_same_documents(words: list[str], tmp_path: Path)
         assert sorted(found[0] + found[1]) == sorted(words)
 
 
+def test_only_line_breaks_end_a_csv_record(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text('id,text\n1,one\u2028still one\x0cand on\n2,"two\nlines"\n' * 1, newline="")
+    data = data_of(tmp_path / "x.csv", eval_fraction=0.01, sequence_length=4)
+    assert sorted(documents_of(data, data.train) + documents_of(data, data.evaluation)) == [
+        "one\u2028still one\x0cand on",
+        "two\nlines",
+    ]
+
+
 def test_globs_and_mixed_formats(words: list[str], tmp_path: Path) -> None:
     write_all_formats(tmp_path, words[:3])
     (tmp_path / "deep").mkdir()

@@ -45,6 +45,13 @@ ARCHITECTURES = [
     ("gemma3_text", {"sliding_window": 4, "head_dim": 8}, False, True),
     ("gemma2", {"head_dim": 8}, False, False),  # soft caps on attention and on logits
     ("gpt_oss", MOE, False, True),  # sinks
+    (
+        "llama4_text",
+        {"attention_chunk_size": 8, "head_dim": 8, "intermediate_size_mlp": 48, **MOE},
+        False,
+        True,
+    ),  # says nothing of its chunks
+    ("phimoe", {"sliding_window": 8, **MOE}, False, True),  # nor this one of its window
     ("granite", {"logits_scaling": 3.0}, True, False),
     ("cohere", {}, True, False),  # scales its logits
     ("bloom", {"n_layer": 2, "n_head": 4}, False, True),  # outside the attention interface

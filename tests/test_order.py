@@ -59,6 +59,7 @@ def test_steps_of_epochs() -> None:
     order = RowOrder(seed=1, num_rows=25, global_batch_size=8)
     assert (order.count_steps(1), order.count_steps(2), order.count_steps(0.5)) == (4, 7, 2)
     assert [step for step in range(1, 20) if order.completes_epochs(step, 1)] == [4, 7, 10, 13, 16, 19]
+    assert RowOrder(0, 200, 8).count_steps(2.2) == 55, "as typed, not as a float has it"
     assert not any(order.completes_epochs(step, None) for step in range(1, 20))
 
 

@@ -76,6 +76,16 @@ def test_twice_in_a_row_and_with_workers(dropout_recipe: list[str], tmp_path: Pa
     assert_equal_runs(whole, second)
 
 
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(dropout_recipe: list[str], tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_training([*dropout_recipe, f"output_dir={whole}"])
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (whole / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 5, "eval' not in line))
+    resume_from(whole, 5, resumed, dropout_recipe, 1)
+    (whole / "metrics.jsonl").write_text("".join(lines))
+    assert_equal_runs(whole, resumed)
+
+
 def test_after_the_last_step_there_is_nothing_left_to_do(dropout_recipe: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_training([*dropout_recipe, f"output_dir={run}"])

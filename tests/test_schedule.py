@@ -45,6 +45,18 @@ def test_cosine_with_a_minimum_ends_there_and_stays() -> None:
 
 def test_arguments_that_do_not_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"schedule\.arguments must fit schedule linear"):
-        build_schedule(ScheduleConfig(name="linear", arguments={"power": 2}), OptimizerConfig(), 10)
+        build_schedule(ScheduleConfig(name="linear", warmup_steps=1, arguments={"power": 2}), OptimizerConfig(), 10)
+    with pytest.raises(ConfigError, match="must be empty for schedule constant_with_warmup"):
+        build_schedule(
+            ScheduleConfig(name="constant_with_warmup", warmup_steps=1, arguments={"x": 1}), OptimizerConfig(), 10
+        )
+    with pytest.raises(ConfigError, match="at most the run's 10 steps, got 30"):
+        build_schedule(ScheduleConfig(), OptimizerConfig(), 10)
+    rate = build_schedule(
+        ScheduleConfig(name="cosine_with_min_lr", warmup_steps=0, arguments={"min_lr_rate": 0.1}),
+        OptimizerConfig(learning_rate=1.0),
+        1000,
+    )
+    assert rate(1000) == pytest.approx(0.1, rel=1e-2)
     with pytest.raises(ConfigError, match="num_decay_steps"):
-        build_schedule(ScheduleConfig(name="warmup_stable_decay"), OptimizerConfig(), 10)
+        build_schedule(ScheduleConfig(name="warmup_stable_decay", warmup_steps=1), OptimizerConfig(), 10)

@@ -76,7 +76,9 @@ def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int
         model = make_model(name, dtype)
         optimizer = build_optimizer(model, optimizer_config)
         model, optimizer = accelerator.prepare(model, optimizer)
-        assert identify(accelerator, model, training).strategy == ("ddp" if num_processes > 1 else "single")
+        assert identify(accelerator, model, training, DistributedConfig()).strategy == (
+            "ddp" if num_processes > 1 else "single"
+        )
         order = RowOrder(3, NUM_ROWS, GLOBAL_BATCH)
         # In step 3 a whole process of three, and a micro-batch of every other split, has no target at all.
         rows = RaggedRows(empty=set(order.rows_at(3)[:4].tolist()))
@@ -116,6 +118,25 @@ def test_every_split_has_the_same_losses_and_gradient_norms(name: str, dtype: st
         difference = largest_difference(whole, other)
         print(f"{name} {dtype} {split}: {difference:.1e}")
         assert difference <= bound, split
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_first_step_is_the_mean_loss_over_the_targets_of_the_batch(name: str) -> None:
+    """Against torch's own mean over all targets at once, on transformers' own logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from acc_lm.order import RowOrder
+
+    torch.manual_seed(0)
+    values = dict(MODELS[name])
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    order = RowOrder(3, NUM_ROWS, GLOBAL_BATCH)
+    batch = RaggedRows(empty=set(order.rows_at(3)[:4].tolist())).__getitems__(order.rows_at(1))
+    logits = plain(batch["input_ids"], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-100)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    assert train_split(name, "float32", 1, 3)[0] == pytest.approx((loss.item(), norm.item()), rel=1e-5)
 
 
 def test_a_mean_of_micro_batch_means_would_be_seen() -> None:

@@ -81,6 +81,13 @@ def test_a_tracker_that_raises_costs_one_warning_and_nothing_else(
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "without")
 
 
+def test_a_broken_setting_of_a_tracker_costs_one_warning_and_nothing_else(tiny: list[str], tmp_path: Path) -> None:
+    variables = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://host:not-a-port", "HOME": str(tmp_path)}
+    finished = run_training([*tiny, "tracking.report_to=[wandb]"], environment=variables)
+    assert "warning: tracking stopped (ValueError" in finished.output
+    assert "tracking      none (failed)" in finished.output
+
+
 def test_wandb_mode_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert tracking.wandb_mode()[0] == "disabled"

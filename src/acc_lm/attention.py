@@ -70,10 +70,16 @@ def register_attention() -> str:
     return CAUSAL
 
 
+def _probe_length(config: dict[str, Any], sequence_length: int) -> int:
+    """Tokens of the probe: more than any window or chunk that the config names and that is shorter than a row."""
+    sizes = [value for key, value in config.items() if isinstance(value, int) and ("window" in key or "chunk" in key)]
+    return min(sequence_length, max([24, *(size for size in sizes if size < sequence_length)]) + 8)
+
+
 def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
     """Switch the model to `causal_attention` if that is exact for it; returns the name of what is in use, for people.
 
-    Two questions, on a tiny batch: does the attention ask for more than a causal flag (a window shorter than a row, a
+    Two questions, on a small batch: does the attention ask for more than a causal flag (a window shorter than a row, a
     soft cap, sinks, a keyword unknown here), and are the hidden states the same as on transformers' own path?
     """
     from transformers import AttentionInterface
@@ -96,7 +102,9 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
     register_attention()
     AttentionInterface.register(PROBE, probe)
     device = next(model.parameters()).device
-    ids = (torch.arange(16, device=device).reshape(2, 8) * 7 + 1) % model.config.get_text_config().vocab_size
+    text_config = model.config.get_text_config()
+    length = _probe_length(text_config.to_dict(), sequence_length)
+    ids = (torch.arange(2 * length, device=device).reshape(2, length) * 7 + 1) % text_config.vocab_size
     was_training = model.training
     model.eval()
     try:

@@ -13,8 +13,8 @@ Nothing here is pickled, so nothing in a checkpoint can be executed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
+import math
 import os
 import platform
 import re
@@ -29,7 +29,7 @@ import xxhash
 from torch import Tensor, nn
 
 from acc_lm.config import CheckpointConfig, Config, learned_changes
-from acc_lm.errors import CheckpointError, ConfigError, StorageError
+from acc_lm.errors import CheckpointError, ConfigError, StorageError, storage_reason
 from acc_lm.progress import Progress
 from acc_lm.runtime import bare_model
 
@@ -58,6 +58,8 @@ class Found:
     """Where a run goes on from, and the damaged checkpoints that were passed over on the way."""
 
     checkpoint: Checkpoint | None
+    started_from: str | None = None
+    """The path that `checkpoint.resume` named, remembered by every checkpoint of the run that it started."""
     damaged: tuple[tuple[Path, str], ...] = ()
 
 
@@ -73,6 +75,7 @@ def save_checkpoint(
     config: Config,
     data_key: str,
     eval_loss: float | None,
+    started_from: str | None,
 ) -> Path:
     """Write the whole state of the run, then remove what `config.checkpoint` no longer keeps. Every process calls.
 
@@ -91,7 +94,9 @@ def save_checkpoint(
             "eval_loss": eval_loss,
             "recipe": config.model_dump(mode="json"),
             "data_key": data_key,
+            "started_from": started_from,
             "num_processes": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
             "threads": torch.get_num_threads(),
             "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -179,14 +184,12 @@ def _storage_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors raises an error of its own that carries the number in its text
-        in_text = re.search(r"os error (\d+)", str(error))
-        number = int(in_text[1]) if in_text else getattr(error, "errno", None)
-        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EIO):
+        reason = storage_reason(error)
+        if reason is None:
             raise
         free = shutil.disk_usage(root if root.exists() else root.parent).free
         raise StorageError(
-            f"{root} must have room for a checkpoint, got: {os.strerror(number)} ({free / 2**20:.0f} MiB free); "
+            f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free); "
             "free some space and start again, the run goes on from the previous checkpoint"
         ) from None
 
@@ -250,7 +253,7 @@ def _step_folders(root: Path) -> list[tuple[int, Path]]:
 def _eval_loss(folder: Path) -> float | None:
     try:
         loss = json.loads((folder / STATE).read_text())["eval_loss"]
-        return None if loss is None else float(loss)
+        return float(loss) if loss is not None and math.isfinite(loss) else None
     except (OSError, ValueError, KeyError):
         return None
 
@@ -269,7 +272,7 @@ def _beats_the_best(output_dir: Path, eval_loss: float, keep_best: int) -> bool:
     losses = sorted(
         loss for _, folder in _step_folders(output_dir / "checkpoints") if (loss := _eval_loss(folder)) is not None
     )
-    return keep_best > 0 and (len(losses) < keep_best or eval_loss < losses[keep_best - 1])
+    return keep_best > 0 and math.isfinite(eval_loss) and (len(losses) < keep_best or eval_loss < losses[keep_best - 1])
 
 
 def best_checkpoint(output_dir: Path) -> Path | None:
@@ -315,17 +318,23 @@ def _find(output_dir: Path, resume: str) -> Found:
         return Found(None)
     if resume != "auto":
         path = Path(resume).expanduser()
+        started_from = str(path.resolve())
+        # A path starts a run; typed again, the same command goes on with what it started.
+        for _, folder in folders:
+            if _problem_with(folder) is None and _open(folder).state["started_from"] == started_from:
+                return Found(_open(folder), started_from)
         problem = _problem_with(path)
         if problem:
             raise CheckpointError(
                 f"checkpoint.resume must be a checkpoint folder, got {resume}: {problem}; name a step-* folder"
             )
-        return Found(_open(path))
+        return Found(_open(path), started_from)
     damaged: list[tuple[Path, str]] = []
     for _, folder in folders:
         problem = _problem_with(folder)
         if problem is None:
-            return Found(_open(folder), tuple(damaged))
+            checkpoint = _open(folder)
+            return Found(checkpoint, checkpoint.state["started_from"], tuple(damaged))
         damaged.append((folder, problem))
     if damaged:
         raise CheckpointError(
@@ -376,7 +385,7 @@ def _problem_with(folder: Path) -> str | None:
 # --- resuming ------------------------------------------------------------------------------------------------------
 
 
-def check_same_recipe(checkpoint: Checkpoint, config: Config) -> list[str]:
+def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, num_processes: int) -> list[str]:
     """Refuse a checkpoint of another recipe; returns what is worth a line although it is allowed.
 
     Raises:
@@ -384,6 +393,8 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config) -> list[str]:
     """
     old, new = checkpoint.state["recipe"], config.model_dump(mode="json")
     changes = learned_changes(old, new)
+    if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
+        changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
     binding = [key for key in changes if key.split(".")[0] in ("model", "tokenizer")]
     notes = []
     if changes and (binding or not config.checkpoint.allow_changed_recipe):
@@ -399,6 +410,11 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config) -> list[str]:
         notes.append(f"recipe changed, as checkpoint.allow_changed_recipe permits: {', '.join(changes)}")
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
         notes.append("the length of the run changed: the schedule of the new length holds from here on")
+    if checkpoint.state["num_processes"] != num_processes:
+        notes.append(
+            f"the checkpoint was written by {checkpoint.state['num_processes']} processes, now {num_processes}: "
+            "the same rows and rates, losses equal to rounding, not bit for bit"
+        )
     if checkpoint.state["threads"] != torch.get_num_threads():
         notes.append(
             f"the checkpoint was written with {checkpoint.state['threads']} threads per process, now {torch.get_num_threads()}: "
@@ -464,13 +480,16 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     return checkpoint.progress
 
 
-def set_aside(output_dir: Path, after_step: int) -> list[Path]:
-    """Rename checkpoints that are newer than the one a run goes on from: damaged, or of a course it left.
+def set_aside(output_dir: Path, found: Found) -> list[Path]:
+    """Rename checkpoints that do not lead to the one a run goes on from: newer, damaged, or of another course.
 
     Nothing is deleted, but they must neither be found again nor count as newest in the rotation.
     """
     root = output_dir / "checkpoints"
     moved = []
+    after_step = -1
+    if found.checkpoint and found.checkpoint.folder.parent == root.resolve():
+        after_step = found.checkpoint.progress.step
     for leftover in root.glob("tmp-*"):
         shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
     for step, folder in _step_folders(root):

@@ -16,6 +16,7 @@ from acc_lm.evaluation import EvaluationResult
 from acc_lm.export import sample_text
 from acc_lm.model import ModelFacts
 from acc_lm.runtime import Identity
+from acc_lm.tokenizer import first_line
 
 
 def start_block(
@@ -135,7 +136,16 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
         prompt = config.export.sample_prompt
         if prompt is None:
             prompt = data.tokenizer.decode(data.evaluation[0]["input_ids"][0, :16])
-        parts.append("sample:\n" + sample_text(final, prompt, max_new_tokens=config.export.sample_tokens))
+        try:
+            text = sample_text(
+                final,
+                prompt,
+                max_new_tokens=config.export.sample_tokens,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        except Exception as error:  # the run is complete and exported: a sample must not turn it into a failure
+            text = f"none ({type(error).__name__}: {first_line(error)})"
+        parts.append(f"sample:\n{text}")
     names = {"model": "this model", "gzip": "gzip -9", "xz": "xz -9"}
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
     parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))

@@ -160,6 +160,7 @@ def build_data(
     if not _is_complete(folder):
         try:
             cache.mkdir(parents=True, exist_ok=True)
+            (cache / f"{key}.lock").touch()
         except OSError as error:
             raise DataError(
                 f"data.cache_dir must be a writable folder, got {cache} ({error.strerror}); choose another"

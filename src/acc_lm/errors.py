@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 import time
 
@@ -46,11 +48,28 @@ class CheckpointError(UserError):
     status = "checkpoint_error"
 
 
+class DivergedError(UserError):
+    """The loss or the gradient is not finite any more."""
+
+    exit_code = 6
+    status = "diverged"
+
+
 class StorageError(UserError):
     """The disk is full, read-only or over quota."""
 
     exit_code = 8
     status = "storage_error"
+
+
+def storage_reason(error: BaseException) -> str | None:
+    """The system's words when an error says that a disk is full, read-only or broken; None for any other error."""
+    in_text = re.search(
+        r"os error (\d+)", str(error)
+    )  # safetensors raises a kind of its own with the number in its text
+    number = int(in_text[1]) if in_text else getattr(error, "errno", None)
+    kinds = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
+    return os.strerror(number) if number in kinds else None
 
 
 def is_main_process() -> bool:

@@ -118,7 +118,14 @@ def _plain(text: str) -> str:
 
 
 def sample_text(
-    folder: str | Path, prompt: str, *, max_new_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    folder: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> str:
     """Text that the exported model writes after `prompt`; the same for the same seed.
 
@@ -127,8 +134,8 @@ def sample_text(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=trust_remote_code)
     model.eval()
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if ids.shape[1] == 0:

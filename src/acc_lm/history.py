@@ -41,6 +41,10 @@ def keep_until(output_dir: Path, step: int) -> None:
     os.replace(temporary, output_dir / FILE)
 
 
+def has_evaluation(output_dir: Path, step: int) -> bool:
+    return any(entry["step"] == step and "eval/loss" in entry for entry in read(output_dir))
+
+
 def series(entries: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric."""
     pairs = [(entry["step"], entry[name]) for entry in entries if name in entry]

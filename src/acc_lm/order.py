@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +32,11 @@ def permutation(seed: int, epoch: int, num_rows: int) -> np.ndarray:
     order = np.argsort(keys, kind="stable")
     order.setflags(write=False)
     return order
+
+
+def _exact(number: float) -> Fraction:
+    """The decimal that was typed: 2.2 epochs are 22/10, not the float beside it."""
+    return Fraction(str(number))
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,14 @@ class RowOrder:
 
     def count_steps(self, num_epochs: float) -> int:
         """Steps after which every row was seen `num_epochs` times."""
-        return math.ceil(num_epochs * self.num_rows / self.global_batch_size)
+        return math.ceil(_exact(num_epochs) * self.num_rows / self.global_batch_size)
 
     def completes_epochs(self, step: int, every: float | None) -> bool:
         """True at the first step that completes another `every` passes over the rows (None: never)."""
         if every is None:
             return False
-        period = every * self.num_rows
-        return int(step * self.global_batch_size / period) > int((step - 1) * self.global_batch_size / period)
+        period = _exact(every) * self.num_rows
+        return step * self.global_batch_size // period > (step - 1) * self.global_batch_size // period
 
 
 def extend_ledger(ledger: str, rows: np.ndarray) -> str:

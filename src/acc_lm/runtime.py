@@ -191,7 +191,9 @@ class Identity:
     notes: tuple[str, ...] = ()
 
 
-def identify(accelerator: Accelerator, model: nn.Module, training: TrainingConfig) -> Identity:
+def identify(
+    accelerator: Accelerator, model: nn.Module, training: TrainingConfig, distributed: DistributedConfig
+) -> Identity:
     """Strategy, processes and placement of the prepared model.
 
     Raises:
@@ -225,6 +227,8 @@ def identify(accelerator: Accelerator, model: nn.Module, training: TrainingConfi
         and torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         notes.append("fp32 on a GPU that can do bf16: training.mixed_precision=bf16 is several times faster")
+    if is_ddp and "power_sgd" in distributed.comm_hook:
+        notes.append(f"{distributed.comm_hook} keeps state that no checkpoint has: a resumed run is not bit-identical")
     return Identity(
         strategy="ddp" if is_ddp else "single",
         engine=type(outer).__name__,

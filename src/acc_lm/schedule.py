@@ -20,10 +20,15 @@ def build_schedule(config: ScheduleConfig, optimizer: OptimizerConfig, num_steps
     from transformers import get_scheduler
 
     name, arguments = config.name, dict(config.arguments)
-    if config.min_learning_rate > 0:
-        name = "cosine_with_min_lr" if name == "cosine" else name
-        arguments.setdefault("min_lr", config.min_learning_rate)
-    if name == "cosine_warmup_with_min_lr" or name == "cosine_with_min_lr":
+    if config.warmup_steps > num_steps:
+        raise ConfigError(
+            f"schedule.warmup_steps must be at most the run's {num_steps} steps, got {config.warmup_steps}; lower it"
+        )
+    if name.startswith("constant") and arguments:
+        raise ConfigError(f"schedule.arguments must be empty for schedule {name}, got {arguments}; remove them")
+    if name == "cosine" and config.min_learning_rate > 0:
+        name = "cosine_with_min_lr"
+    if name.endswith("min_lr") and "min_lr_rate" not in arguments:
         arguments.setdefault("min_lr", config.min_learning_rate)
     peak = optimizer.learning_rate
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import glob
+import io
 import json
 import os
 import sys
@@ -213,8 +214,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
-    lines = _decode(file.read_bytes(), str(file)).splitlines(keepends=True)
-    reader = csv.DictReader(lines)
+    reader = csv.DictReader(io.StringIO(_decode(file.read_bytes(), str(file)), newline=""))
     for record in reader:
         yield f"{file}:{reader.line_num}", {key: value for key, value in record.items() if key is not None}
 
@@ -265,11 +265,22 @@ def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | No
         raise DataError(f"{place}: must have a column {column!r}, got {columns}; set data.text_column")
     elif not isinstance(record[column], str):
         skipped.reject(f"{place}: {column!r} must be a string, got {_kind(record[column])}")
+    elif not _is_unicode(record[column]):
+        skipped.reject(f"{place}: {column!r} must be Unicode text, got half of a character (a lone surrogate)")
     elif not record[column].strip():
         skipped.reject(f"{place}: {column!r} must hold text, got an empty string")
     else:
         return str(record[column])
     return None
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text that JSON can spell but UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kind(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.data import Batch
+from acc_lm.errors import DivergedError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,6 +66,22 @@ def train_step(
                 optimizer.step()
                 optimizer.zero_grad()
     return StepResult(nll, grad_norm, num_targets)
+
+
+def read_loss(accelerator: Accelerator, result: StepResult) -> float:
+    """Loss of the global batch, in nats per target; waits for the device. Every process calls.
+
+    Raises:
+        DivergedError: the loss, or without loss scaling the gradient, is not finite. Nothing was saved of it.
+    """
+    loss: float = accelerator.reduce(result.nll, reduction="sum").item() / max(result.num_targets, 1)
+    norm = float(result.grad_norm)
+    if not math.isfinite(loss) or (accelerator.scaler is None and not math.isfinite(norm)):
+        raise DivergedError(
+            f"the loss must stay finite, got loss {loss} and gradient norm {norm}; lower optimizer.learning_rate or raise "
+            "schedule.warmup_steps; the checkpoints are from before"
+        )
+    return loss
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -34,38 +34,41 @@ class Tracking:
         accelerator = self._accelerator
         if not accelerator.is_main_process or not report_to:
             return
+        try:
+            self._start(config, output_dir)
+        except Exception as error:  # an observer must not stop a run, whatever it raises
+            self._give_up(error)
+
+    def _start(self, config: Config, output_dir: Path) -> None:
+        report_to, accelerator = config.tracking.report_to, self._accelerator
         run_name = config.tracking.run_name or output_dir.resolve().name
         init_kwargs: dict[str, Any] = {}
-        names: list[str] = [str(name) for name in report_to if name != "wandb"]
-        if "wandb" in report_to:
-            mode, why = wandb_mode()
-            init_kwargs["wandb"] = self._wandb_arguments(config, output_dir, run_name, mode)
-            names.append(f"wandb {mode}" + (f" ({why})" if why else ""))
+        names = [str(name) for name in report_to if name != "wandb"]
         # TensorBoard takes nothing but numbers and strings.
         values = {
             key: value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
             for key, value in flatten(config.model_dump(mode="json")).items()
         }
+        project = config.tracking.project
+        if "wandb" in report_to:
+            mode, why = wandb_mode()
+            init_kwargs["wandb"] = self._wandb_arguments(output_dir, run_name, mode)
+            names.append(f"wandb {mode}" + (f" ({why})" if why else ""))
         try:
-            accelerator.init_trackers(config.tracking.project, values, init_kwargs)
-        except Exception as error:  # an observer must not stop a run, whatever it raises
-            if init_kwargs.get("wandb", {}).get("mode") == "online":
-                try:
-                    accelerator.trackers.clear()
-                    init_kwargs["wandb"]["mode"] = "offline"
-                    accelerator.init_trackers(config.tracking.project, values, init_kwargs)
-                    names[-1] = f"wandb offline (online failed: {type(error).__name__})"
-                except Exception as second:  # as above
-                    self._give_up(second)
-            else:
-                self._give_up(error)
+            accelerator.init_trackers(project, values, init_kwargs)
+        except Exception as error:  # online, anything may fail; offline it must work
+            if init_kwargs.get("wandb", {}).get("mode") != "online":
+                raise
+            accelerator.trackers.clear()
+            init_kwargs["wandb"]["mode"] = "offline"
+            accelerator.init_trackers(project, values, init_kwargs)
+            names[-1] = f"wandb offline (online failed: {type(error).__name__})"
         missing = set(report_to) - {tracker.name for tracker in accelerator.trackers}
-        if missing and not self._failed:
-            names = [str(name) for name in names if name.split()[0] not in missing]
+        if missing:
+            names = [name for name in names if name.split()[0] not in missing]
             _warn(f"{', '.join(sorted(missing))} is not installed; metrics.jsonl is complete without it")
-        if not self._failed:
-            self.description = ", ".join(names) or "none"
-            self._define_step_axis()
+        self._define_step_axis()
+        self.description = ", ".join(names) or "none"
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._failed or not self._accelerator.is_main_process:
@@ -91,7 +94,7 @@ class Tracking:
                 run.define_metric("train/global_step")
                 run.define_metric("*", step_metric="train/global_step")
 
-    def _wandb_arguments(self, config: Config, output_dir: Path, run_name: str, mode: str) -> dict[str, Any]:
+    def _wandb_arguments(self, output_dir: Path, run_name: str, mode: str) -> dict[str, Any]:
         import wandb
 
         return {
