@@ -49,7 +49,7 @@ ARCHITECTURES = [
         "llama4_text",
         {"attention_chunk_size": 8, "head_dim": 8, "intermediate_size_mlp": 48, **MOE},
         False,
-        True,
+        False,
     ),  # says nothing of its chunks
     ("phimoe", {"sliding_window": 8, **MOE}, False, True),  # nor this one of its window
     ("granite", {"logits_scaling": 3.0}, True, False),
