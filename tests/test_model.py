@@ -306,3 +306,15 @@ def test_the_check_on_the_meta_device_really_runs_the_model(model_type: str, mon
     assert any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in ran), (
         f"{model_type} was not run to its end: {ran[-1:]}"
     )
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_padding_behind_a_short_row_changes_nothing(name: str) -> None:
+    model = make_model(name, "float64").eval()
+    ids = torch.randint(1, 64, (1, 6), generator=torch.Generator().manual_seed(2))
+    alone = model(ids[:, :5], ids[:, 1:])
+    padded_ids, padded_targets = torch.zeros(3, 12, dtype=torch.int64), torch.full((3, 12), -100)
+    padded_ids[1, :5], padded_targets[1, :5] = ids[0, :5], ids[0, 1:]
+    padded = model(padded_ids, padded_targets)
+    assert torch.allclose(alone.nll, padded.nll, rtol=1e-12)
+    assert (alone.num_targets, alone.num_correct) == (padded.num_targets, padded.num_correct)
