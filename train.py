@@ -49,6 +49,7 @@ def train(config: Config) -> int:
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(training, config.distributed, config.tracking.report_to, output_dir)
     is_main = accelerator.is_main_process
+    micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
 
     # Where the last run stopped, if there was one
     found = checkpoint.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
@@ -93,7 +94,7 @@ def train(config: Config) -> int:
     # The loop
     micro_batches = MicroBatches(
         order,
-        micro_batch_size=training.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         process=accelerator.process_index,
         num_processes=accelerator.num_processes,
         first_step=progress.step + 1,
@@ -107,7 +108,7 @@ def train(config: Config) -> int:
 
     def evaluate() -> EvaluationResult:
         num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
-        return evaluate_rows(accelerator, model, data.evaluation, training.micro_batch_size, num_rows)
+        return evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows)
 
     def evaluate_and_log() -> EvaluationResult:
         result = evaluate()

@@ -15,7 +15,7 @@ from acc_lm.data import Data
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.export import sample_text
 from acc_lm.model import ModelFacts
-from acc_lm.runtime import Identity
+from acc_lm.runtime import Identity, split_global_batch
 from acc_lm.tokenizer import first_line
 
 
@@ -24,12 +24,11 @@ def start_block(
 ) -> str:
     """Everything that decides the run, before its first step."""
     training = config.training
-    accumulation = training.global_batch_size // (training.micro_batch_size * identity.num_processes)
+    micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
     rows = len(data.train)
     facts = data.facts
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
-    micro = training.micro_batch_size
     lines = [
         (
             "strategy",

@@ -51,7 +51,7 @@ def build_accelerator(
     precision = _checked_precision(training, has_accelerator)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
-    accumulation = accumulation_steps(training, num_processes)
+    _, accumulation = split_global_batch(training, num_processes)
 
     from accelerate import Accelerator
     from accelerate.utils import (
@@ -95,20 +95,24 @@ def build_accelerator(
     return accelerator
 
 
-def accumulation_steps(training: TrainingConfig, num_processes: int) -> int:
-    """Micro-batches per optimizer step and process.
+def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[int, int]:
+    """(micro-batch size, micro-batches per optimizer step) of each process.
+
+    A process whose share of the global batch is smaller than the recipe's micro-batch takes its share at once.
 
     Raises:
         ConfigError: the global batch does not divide.
     """
-    per_round = training.micro_batch_size * num_processes
-    if training.global_batch_size % per_round:
+    share, rest = divmod(training.global_batch_size, num_processes)
+    micro = min(training.micro_batch_size, share)
+    if rest or share % micro:
+        per_round = training.micro_batch_size * num_processes
         raise ConfigError(
             f"training.global_batch_size must be a multiple of micro_batch_size {training.micro_batch_size} x {num_processes} "
             f"processes = {per_round}, got {training.global_batch_size}; nearest: "
             f"{nearest_multiples(training.global_batch_size, per_round)}; or change training.micro_batch_size"
         )
-    return training.global_batch_size // per_round
+    return micro, share // micro
 
 
 def _flag(name: str) -> bool:
