@@ -194,6 +194,9 @@ def test_another_recipe_is_refused_and_both_ways_out_are_named(
     assert finished.errors[0].endswith(line)
     assert f"output_dir={run}-2" in finished.errors[1]
     assert "checkpoint.allow_changed_recipe=true" in finished.errors[1]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "checkpoint_error"
+    assert summary["bits_per_byte"], "what the run reached is still there"
 
 
 def test_an_allowed_change_goes_on_and_says_so(run: Path, tiny: list[str]) -> None:

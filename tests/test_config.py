@@ -120,6 +120,7 @@ LINES = [
     ("tracking.report_to=[wanbd]", "tracking.report_to.0", "did you mean wandb?"),
     ("hub_token=abc", "hub_token", "use the environment"),
     ("tracking.api_key=abc", "tracking.api_key", "use the environment"),
+    ("recipes/x.yaml", "", "a recipe is named with --config recipes/x.yaml"),
     ("training", "", "must be key=value, got 'training'"),
     ("training.max_steps.more=3", "training.max_steps.more", "which is a value"),
     ("training=[", "training", "must have a YAML value"),

@@ -72,7 +72,6 @@ def test_torchrun_trains_two_processes(tiny: list[str], tmp_path: Path) -> None:
             free_port(),
             "train.py",
             *tiny,
-            "training.micro_batch_size=6",
         ]
     )
     assert done.returncode == 0, done.stderr
@@ -143,6 +142,17 @@ def test_what_a_machine_cannot_do_is_refused_with_exit_code_4(
     assert says in line
     assert "Traceback" not in finished.output
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "environment_error"
+
+
+def test_a_process_whose_share_is_small_takes_it_at_once() -> None:
+    from acc_lm.config import TrainingConfig
+    from acc_lm.runtime import split_global_batch
+
+    def split(global_batch: int, micro: int, num_processes: int) -> tuple[int, int]:
+        training = TrainingConfig(max_steps=1, global_batch_size=global_batch, micro_batch_size=micro)
+        return split_global_batch(training, num_processes)
+
+    assert [split(16, 16, 1), split(16, 16, 2), split(16, 4, 2), split(16, 8, 4)] == [(16, 1), (8, 1), (4, 2), (4, 1)]
 
 
 def test_processes_that_do_not_find_each_other_are_refused() -> None:

@@ -136,7 +136,7 @@ class TrainingConfig(Section):
     global_batch_size: PositiveInt = 16
     """Rows per optimizer step, over all processes."""
     micro_batch_size: PositiveInt = 16
-    """Rows per forward pass of one process; decides memory, never the result."""
+    """Most rows per forward pass of one process; decides memory, never the result."""
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
     """Compute precision; null: what the Accelerate config says."""
     allow_tf32: bool = False
@@ -154,7 +154,9 @@ class TrainingConfig(Section):
     def _lengths(self) -> TrainingConfig:
         if (self.max_steps is None) == (self.num_epochs is None):
             got = "neither" if self.max_steps is None else "both"
-            raise ValueError(f"must have exactly one of max_steps and num_epochs, got {got}; set the other one to null")
+            raise ValueError(
+                f"must have exactly one of max_steps and num_epochs, got {got}; set training.max_steps or training.num_epochs to null"
+            )
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"global_batch_size must be a multiple of micro_batch_size {self.micro_batch_size}, "

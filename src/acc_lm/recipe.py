@@ -230,6 +230,8 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
     """Lay one `dotted.key=value` over the mapping; returns the problem with it, if any."""
     key, equals, text = override.partition("=")
     key = key.strip()
+    if not equals and key.endswith((".yaml", ".yml")):
+        return f"command line: must be key=value, got {override!r}; a recipe is named with --config {override}"
     if not equals or not key:
         return f"command line: must be key=value, got {override!r}; write e.g. training.max_steps=100"
     try:
@@ -360,11 +362,9 @@ def describe_keys(section: type[Section] = Config, prefix: str = "") -> Iterator
 def _as_yaml(value: Any) -> str:
     if isinstance(value, tuple):
         return json.dumps(list(value))
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if not isinstance(value, (dict, float))
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _type_text(field: FieldInfo) -> str:

@@ -59,11 +59,8 @@ def write_failure(output_dir: str | None, status: str, exit_code: int, reason: s
     if output_dir is None or not is_main_process() or not Path(output_dir).is_dir():
         return
     before = _previous(Path(output_dir))
-    facts = {
-        key: before[key]
-        for key in ("step", "num_steps", "samples_seen", "tokens", "ledger", "last_checkpoint")
-        if key in before
-    }
+    own = ("status", "exit_code", "reason", "attempt", "time", "host", "rank", "train_loss", "eval_loss")
+    facts = {key: value for key, value in before.items() if key not in own}
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
         write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=reason, **facts)
 
