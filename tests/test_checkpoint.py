@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -264,7 +265,7 @@ def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> N
     from acc_lm.checkpoint import _rotate
     from acc_lm.config import CheckpointConfig
 
-    losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: None, 5: 1.5, 6: None}
+    losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: math.nan, 5: 1.5, 6: None}
     for step, loss in losses.items():
         folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
