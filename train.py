@@ -28,12 +28,12 @@ DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 def train(config: Config) -> int:
     """Train as the recipe says; returns the exit code."""
     # Imported here and not above, so that --help and a misspelt key answer at once.
-    from acc_lm import checkpoint, history, runtime
+    from acc_lm import checkpoint, history, retention, runtime
     from acc_lm.console import Bar, closing_block, start_block
     from acc_lm.data import build_data, build_loader
     from acc_lm.evaluation import EvaluationResult, evaluate_rows
     from acc_lm.export import export_model
-    from acc_lm.model import build_model, check_model
+    from acc_lm.model import build_empty_model, build_model, check_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches, RowOrder
     from acc_lm.progress import Progress, is_due
@@ -47,12 +47,12 @@ def train(config: Config) -> int:
     training, output_dir = config.training, Path(config.output_dir)
     open_output_dir(output_dir)
     runtime.quiet_libraries()
-    accelerator = runtime.build_accelerator(training, config.distributed, config.tracking.report_to, output_dir)
+    accelerator = runtime.build_accelerator(config, output_dir)
     is_main = accelerator.is_main_process
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
 
     # Where the last run stopped, if there was one
-    found = checkpoint.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
+    found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
@@ -67,10 +67,15 @@ def train(config: Config) -> int:
     learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps)
 
     # Model and optimizer, spread over the hardware by `prepare`
-    model, model_facts = build_model(config.model, data.tokenizer, config.data.sequence_length, config.seed)
+    tokenizer, length = data.tokenizer, config.data.sequence_length
+    model, model_facts = runtime.initialise_once(
+        accelerator,
+        lambda: build_model(config.model, tokenizer, length, config.seed),
+        lambda facts: build_empty_model(config.model, tokenizer, length, facts),
+    )
     optimizer = build_optimizer(model, config.optimizer)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    identity = runtime.identify(accelerator, model, training, config.distributed)
+    model, optimizer = runtime.prepare(accelerator, model, optimizer)
+    identity = runtime.identify(accelerator, model, optimizer, config)
     checkpoint.check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
     progress, saved = Progress(), None
@@ -81,7 +86,7 @@ def train(config: Config) -> int:
         notes.append(f"resumed from {saved} at step {progress.step}")
     resumed_from, first_tokens = saved, progress.tokens
     if is_main:
-        checkpoint.set_aside(output_dir, found)
+        retention.set_aside(output_dir, found)
         history.keep_until(output_dir, progress.step)
         (output_dir / "config.yaml").write_text(dump_config(config))
         write_json(output_dir / "environment.json", runtime.environment(identity))
@@ -104,6 +109,7 @@ def train(config: Config) -> int:
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
     runtime.warm_up(accelerator, model, data.train[0])
+    watch = runtime.GradientWatch(accelerator, model)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> EvaluationResult:
@@ -144,6 +150,7 @@ def train(config: Config) -> int:
                 seed=config.seed,
                 num_targets=data.train.count_targets(rows),
                 max_grad_norm=config.optimizer.max_grad_norm,
+                watch=watch,
             )
             progress = progress.advance(rows, outcome.num_targets)
             bar.advance()
@@ -151,7 +158,7 @@ def train(config: Config) -> int:
             result = None
 
             if is_due(step, training.log_every, num_steps) or step == 1:
-                loss = read_loss(accelerator, outcome)
+                loss = read_loss(accelerator, outcome, watch)
                 now = time.monotonic()
                 metrics = {
                     "train/loss": loss,
@@ -176,10 +183,10 @@ def train(config: Config) -> int:
                 or order.completes_epochs(step, config.checkpoint.every_epochs)
                 or (
                     result
-                    and checkpoint.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
+                    and retention.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
                 )
             ):
-                read_loss(accelerator, outcome)  # what has diverged is not saved
+                read_loss(accelerator, outcome, watch)  # what has diverged is not saved
                 eval_loss = result.loss if result else None
                 saved = checkpoint.save_checkpoint(
                     accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from
@@ -198,7 +205,7 @@ def train(config: Config) -> int:
         "tokens_per_second": (progress.tokens - first_tokens) / (time.monotonic() - started),
         "ledger": progress.ledger,
         "last_checkpoint": saved,
-        "best_checkpoint": checkpoint.best_checkpoint(output_dir),
+        "best_checkpoint": retention.best_checkpoint(output_dir),
         "resumed_from": resumed_from,
         "eval_files": data.facts.eval_files,
     }
@@ -215,7 +222,9 @@ def train(config: Config) -> int:
         accelerator.print(f"already complete: step {progress.step} of {num_steps}")
     if result is None:
         result = evaluate()
-    final = export_model(accelerator, model, data.tokenizer, output_dir, config, data.facts, result, progress.step)
+    final = export_model(
+        accelerator, model, optimizer, data.tokenizer, output_dir, config, data.facts, result, progress.step
+    )
     if is_main:
         covers_all = result.num_targets == data.facts.eval_tokens - 1
         compressed = data.facts.compressed_bits_per_byte if covers_all else {}

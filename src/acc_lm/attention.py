@@ -15,6 +15,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CAUSAL_WITHOUT_MASK = "causal, no mask"
 CAUSAL = "acc_lm_causal"
 PROBE = "acc_lm_probe"
 # Keywords that say nothing about which positions may be seen.
@@ -124,6 +125,6 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
         model.train(was_training)
     model.set_attn_implementation(CAUSAL if exact else own)
     if exact:
-        return "causal, no mask"
+        return CAUSAL_WITHOUT_MASK
     needs = ", ".join(sorted(set(asked) - {"called"}))
     return f"transformers' {own}" + (f" ({needs})" if needs else "")

@@ -1,13 +1,13 @@
-"""Checkpoints that exist whole or not at all.
+"""Checkpoints that exist whole or not at all, written by any engine and read by any other.
 
-    checkpoints/tmp-step-00000200/   everything is written here and flushed to disk, the manifest last
+    checkpoints/tmp-step-00000200/   every process writes its part here and flushes it to disk, the manifest comes last
     checkpoints/step-00000200/       after one rename; only then are old ones removed
-        tensors.safetensors          param/<name>, buffer/<name>, and every tensor of the optimizer's state by name
-        state.json                   progress, recipe, data key, loss scale, versions
-        manifest.json                size and checksum of both
-    checkpoints/latest, best         relative links, for people
+        tensors-00000-of-00002.safetensors   of each process: pieces of param/<name>, exp_avg/<name>, exp_avg_sq/<name>
+        state.json                           progress, recipe, data key, loss scale, versions
+        manifest.json                        size and checksum of each of them
 
-Nothing here is pickled, so nothing in a checkpoint can be executed.
+A tensor is stored as flat pieces in full precision, with the place where each begins, so no process ever holds more than
+its own. Nothing here is pickled, so nothing in a checkpoint can be executed.
 """
 
 from __future__ import annotations
@@ -17,50 +17,36 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from acc_lm.config import CheckpointConfig, Config, learned_changes
-from acc_lm.errors import CheckpointError, ConfigError, StorageError, storage_reason
+from acc_lm.errors import CheckpointError, StorageError, storage_reason
 from acc_lm.progress import Progress
-from acc_lm.runtime import bare_model
+from acc_lm.retention import FORMAT, MANIFEST, STATE, Checkpoint, checksum, rotate
+from acc_lm.runtime import (
+    WEIGHT,
+    bare_model,
+    count_updates,
+    gather_objects,
+    on_main,
+    pieces_of,
+    publish_weights,
+    start_state,
+    whole_shapes,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-FORMAT = 1
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder whose manifest was verified."""
-
-    folder: Path
-    state: dict[str, Any]
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(**self.state["progress"])
-
-
-@dataclass(frozen=True)
-class Found:
-    """Where a run goes on from, and the damaged checkpoints that were passed over on the way."""
-
-    checkpoint: Checkpoint | None
-    started_from: str | None = None
-    """The path that `checkpoint.resume` named, remembered by every checkpoint of the run that it started."""
-    damaged: tuple[tuple[Path, str], ...] = ()
+BUFFER = "buffer"
 
 
 # --- saving --------------------------------------------------------------------------------------------------------
@@ -87,81 +73,104 @@ def save_checkpoint(
     """
     root = output_dir / "checkpoints"
     folder = root / f"step-{progress.step:08d}"
-    if accelerator.is_main_process:
-        state = {
-            "format": FORMAT,
-            "progress": asdict(progress),
-            "eval_loss": eval_loss,
-            "recipe": config.model_dump(mode="json"),
-            "data_key": data_key,
-            "started_from": started_from,
-            "num_processes": accelerator.num_processes,
-            "mixed_precision": accelerator.mixed_precision,
-            "threads": torch.get_num_threads(),
-            "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        }
-        tensors = dict(_named_tensors(bare_model(model), optimizer))
-        with _storage_errors(root):
-            _write(folder, tensors, state)
-            _rotate(root, config.checkpoint)
-    accelerator.wait_for_everyone()
+    work = folder.with_name(f"tmp-{folder.name}")
+    state = {
+        "format": FORMAT,
+        "progress": asdict(progress),
+        "num_updates": count_updates(optimizer),
+        "eval_loss": eval_loss,
+        "recipe": config.model_dump(mode="json"),
+        "data_key": data_key,
+        "started_from": started_from,
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "threads": torch.get_num_threads(),
+        "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+    def make_room() -> None:
+        with storage_errors(root):
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+
+    def commit() -> None:
+        with storage_errors(root):
+            _commit(work, folder, files, state)
+            rotate(root, config.checkpoint)
+
+    try:
+        on_main(accelerator, make_room)
+        written: Any
+        try:
+            with storage_errors(root):
+                written = _write_mine(accelerator, work, model, optimizer)
+        except StorageError as error:
+            written = error
+        parts = gather_objects(accelerator, written)
+        for part in parts:
+            if isinstance(part, StorageError):
+                raise part
+        files = dict(parts)
+        on_main(accelerator, commit)
+    except BaseException:
+        if accelerator.is_main_process:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
     return folder
 
 
-def _named_tensors(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Everything that training changes, by name, on the CPU; a tied parameter once."""
-    state = getattr(optimizer, "optimizer", optimizer).state
-    for name, parameter in model.named_parameters():
-        yield f"param/{name}", parameter.detach().cpu().contiguous()
-        for key, value in state.get(parameter, {}).items():
-            yield f"{key}/{name}", torch.as_tensor(value).cpu().contiguous()
-    for name, buffer in _persistent_buffers(model):
-        yield f"buffer/{name}", buffer.detach().cpu().contiguous()
+def _write_mine(accelerator: Accelerator, work: Path, model: nn.Module, optimizer: Any) -> tuple[str, dict[str, Any]]:
+    """Write this process's pieces; returns the file's name and its line in the manifest."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    starts: dict[str, int] = {}
+    for piece in pieces_of(model, optimizer):
+        first, last = piece.share()
+        if last > first:
+            starts[piece.name] = piece.start + first
+            for kind in piece.kinds:
+                tensors[f"{kind}/{piece.name}"] = piece.get(kind)[first:last].cpu().contiguous()
+    if accelerator.is_main_process:
+        for name, buffer in persistent_buffers(bare_model(model)):
+            tensors[f"{BUFFER}/{name}"] = buffer.detach().cpu().contiguous()
+    file = work / f"tensors-{accelerator.process_index:05d}-of-{accelerator.num_processes:05d}.safetensors"
+    metadata = {"starts": json.dumps(starts), "shapes": json.dumps(whole_shapes(model))}
+    save_file(tensors, file, metadata)
+    make_readable(file)
+    flush(file)
+    return file.name, {"size": file.stat().st_size, "xxh3_128": checksum(file)}
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    saved = model.state_dict(keep_vars=True)
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    owners = {f"{path}." if path else "": module for path, module in model.named_modules()}
     for name, buffer in model.named_buffers():
-        if name in saved:
+        path, _, last = name.rpartition(".")
+        if last not in owners[f"{path}." if path else ""]._non_persistent_buffers_set:
             yield name, buffer
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    work = folder.with_name(f"tmp-{folder.name}")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        save_file(tensors, work / TENSORS)
-        (work / STATE).write_text(json.dumps(state, indent=1))
-        files = {
-            name: {"size": (work / name).stat().st_size, "xxh3_128": _checksum(work / name)}
-            for name in (TENSORS, STATE)
-        }
-        (work / MANIFEST).write_text(
-            json.dumps({"format": FORMAT, "step": state["progress"]["step"], "files": files}, indent=1)
-        )
-        for name in (TENSORS, STATE, MANIFEST):
-            make_readable(work / name)
-            _flush(work / name)
-        _flush(work)
-        if folder.exists():  # the same step saved again: a damaged or superseded one gives way
-            shutil.rmtree(folder)
-        work.rename(folder)
-        _flush(folder.parent)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-def _checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, Any]) -> None:
+    """Manifest last, then one rename: from here on the checkpoint exists."""
+    for name in files:
+        if not (work / name).is_file():
+            raise StorageError(
+                f"{work.parent} must be on a file system that all machines share, got none where the main process sees {name}; "
+                "choose another output_dir"
+            )
+    (work / STATE).write_text(json.dumps(state, indent=1))
+    files[STATE] = {"size": (work / STATE).stat().st_size, "xxh3_128": checksum(work / STATE)}
+    manifest = {"format": FORMAT, "step": state["progress"]["step"], "files": files}
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for name in (STATE, MANIFEST):
+        make_readable(work / name)
+        flush(work / name)
+    flush(work)
+    if folder.exists():  # the same step saved again: a damaged or superseded one gives way
+        shutil.rmtree(folder)
+    work.rename(folder)
+    flush(folder.parent)
 
 
 def make_readable(file: Path) -> None:
@@ -171,7 +180,7 @@ def make_readable(file: Path) -> None:
     file.chmod(0o666 & ~mask)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -180,7 +189,7 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _storage_errors(root: Path) -> Iterator[None]:
+def storage_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -203,7 +212,8 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     root = output_dir / "checkpoints"
     planned = 1 + (num_steps // config.every if config.every else 0)
     kept = planned if config.keep_last is None else min(planned, config.keep_last + config.keep_best)
-    size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    widths = {name: p.element_size() for name, p in bare_model(model).named_parameters()}
+    size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in whole_shapes(model).items())
     there = sum(file.stat().st_size for file in root.glob("step-*/*"))
     needed = (kept + 1) * size - there  # one more than is kept: the new one is whole before an old one goes
     free = shutil.disk_usage(output_dir).free
@@ -212,174 +222,6 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
             f"{root} must have room for {kept + 1} checkpoints of {size / 2**20:.1f} MiB, got {free / 2**20:.1f} MiB free "
             f"({needed / 2**20:.1f} needed); free some space, or lower checkpoint.keep_last or keep_best"
         )
-
-
-def _rotate(root: Path, config: CheckpointConfig) -> None:
-    """Keep the newest `keep_last` and the best `keep_best`, by step number and evaluation loss; link both for people."""
-    by_step = sorted(_step_folders(root), reverse=True)
-    losses = {folder: loss for _, folder in by_step if (loss := _eval_loss(folder)) is not None}
-    best = sorted(losses, key=lambda folder: losses[folder])
-    newest = [folder for _, folder in by_step]
-    _link(root / "latest", newest[0])
-    if best:
-        _link(root / "best", best[0])
-    if config.keep_last is None:
-        return
-    keep = {*newest[: config.keep_last], *best[: config.keep_best]}
-    for folder in newest:
-        if folder not in keep:
-            remove_checkpoint(folder)
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Take the manifest first: a folder that is half removed is no checkpoint any more."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
-
-
-def _link(link: Path, folder: Path) -> None:
-    temporary = link.with_name(f"tmp-{link.name}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
-    temporary.replace(link)
-
-
-def _step_folders(root: Path) -> list[tuple[int, Path]]:
-    if not root.is_dir():
-        return []
-    return [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
-
-
-def _eval_loss(folder: Path) -> float | None:
-    try:
-        loss = json.loads((folder / STATE).read_text())["eval_loss"]
-        return float(loss) if loss is not None and math.isfinite(loss) else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def is_among_best(accelerator: Accelerator, output_dir: Path, eval_loss: float, keep_best: int) -> bool:
-    """True when weights with this loss belong among the best `keep_best` checkpoints; the main process decides."""
-    from accelerate.utils import broadcast_object_list
-
-    answer = [_beats_the_best(output_dir, eval_loss, keep_best) if accelerator.is_main_process else None]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(answer)
-    return bool(answer[0])
-
-
-def _beats_the_best(output_dir: Path, eval_loss: float, keep_best: int) -> bool:
-    losses = sorted(
-        loss for _, folder in _step_folders(output_dir / "checkpoints") if (loss := _eval_loss(folder)) is not None
-    )
-    return keep_best > 0 and math.isfinite(eval_loss) and (len(losses) < keep_best or eval_loss < losses[keep_best - 1])
-
-
-def best_checkpoint(output_dir: Path) -> Path | None:
-    link = output_dir / "checkpoints" / "best"
-    return link.parent / os.readlink(link) if link.is_symlink() else None
-
-
-# --- finding -------------------------------------------------------------------------------------------------------
-
-
-def find_checkpoint(accelerator: Accelerator, output_dir: Path, resume: str) -> Found:
-    """The checkpoint to go on from, as the main process sees it; the same answer on every process.
-
-    Raises:
-        ConfigError: `resume: never` on a folder that has checkpoints.
-        CheckpointError: there are checkpoints but none is whole, or the path is none.
-    """
-    from accelerate.utils import broadcast_object_list
-
-    answer: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            answer[0] = _find(output_dir, resume)
-        except (ConfigError, CheckpointError) as error:
-            answer[0] = error
-    if accelerator.num_processes > 1:
-        broadcast_object_list(answer)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    found: Found = answer[0]
-    return found
-
-
-def _find(output_dir: Path, resume: str) -> Found:
-    root = output_dir / "checkpoints"
-    folders = sorted(_step_folders(root), reverse=True)
-    if resume == "never":
-        if folders:
-            raise ConfigError(
-                f"checkpoint.resume must be auto or a path for {output_dir}, which holds checkpoints up to step {folders[0][0]}, "
-                "got never; choose another output_dir, or checkpoint.resume=auto"
-            )
-        return Found(None)
-    if resume != "auto":
-        path = Path(resume).expanduser()
-        started_from = str(path.resolve())
-        # A path starts a run; typed again, the same command goes on with what it started.
-        for _, folder in folders:
-            if _problem_with(folder) is None and _open(folder).state["started_from"] == started_from:
-                return Found(_open(folder), started_from)
-        problem = _problem_with(path)
-        if problem:
-            raise CheckpointError(
-                f"checkpoint.resume must be a checkpoint folder, got {resume}: {problem}; name a step-* folder"
-            )
-        return Found(_open(path), started_from)
-    damaged: list[tuple[Path, str]] = []
-    for _, folder in folders:
-        problem = _problem_with(folder)
-        if problem is None:
-            checkpoint = _open(folder)
-            return Found(checkpoint, checkpoint.state["started_from"], tuple(damaged))
-        damaged.append((folder, problem))
-    if damaged:
-        raise CheckpointError(
-            *(f"{folder} must be a whole checkpoint, got: {problem}" for folder, problem in damaged),
-            f"no checkpoint in {root} can be used; nothing was deleted; choose another output_dir to start from scratch",
-        )
-    return Found(None)
-
-
-def _open(folder: Path) -> Checkpoint:
-    return Checkpoint(folder.resolve(), json.loads((folder / STATE).read_text()))
-
-
-def _problem_with(folder: Path) -> str | None:
-    """Why the folder is not a whole checkpoint; None when it is."""
-    if not folder.is_dir():
-        return "no such folder"
-    if not (folder / MANIFEST).is_file():
-        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-            return "an exported model, not a checkpoint (model.name_or_path starts from one)"
-        if (folder / "checkpoints").is_dir():
-            return f"the folder of a run; its newest checkpoint is {folder / 'checkpoints' / 'latest'}"
-        return f"{MANIFEST} is missing"
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest["format"] > FORMAT:
-            return f"it has format {manifest['format']}, newer than {FORMAT} that this version reads"
-        files = manifest["files"]
-        if set(files) != {TENSORS, STATE}:
-            return f"{MANIFEST} lists {sorted(files)}"
-        for name, expected in files.items():
-            file = folder / name
-            if not file.is_file():
-                return f"{name} is missing"
-            size = file.stat().st_size
-            if size != expected["size"]:
-                return f"{name} has {size} bytes instead of {expected['size']}"
-            if _checksum(file) != expected["xxh3_128"]:
-                return f"{name} does not match its checksum"
-        state = json.loads((folder / STATE).read_text())
-        if state["progress"]["step"] != manifest["step"]:
-            return f"{STATE} is of step {state['progress']['step']}, {MANIFEST} of step {manifest['step']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    return None
 
 
 # --- resuming ------------------------------------------------------------------------------------------------------
@@ -442,63 +284,86 @@ def _next_name(output_dir: str) -> str:
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> Progress:
-    """Put the saved state into the prepared model and optimizer, on every process.
+    """Put the saved state into the prepared model and optimizer, each process its own pieces. Every process calls.
 
     Raises:
-        CheckpointError: the tensors are not those of this model.
+        CheckpointError: the tensors are not those of this model, or do not cover it.
     """
     from safetensors import safe_open
 
-    bare = bare_model(model)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    fused = {p: group.get("fused") or group.get("capturable") for group in inner.param_groups for p in group["params"]}
-    with safe_open(checkpoint.folder / TENSORS, framework="pt") as file, torch.no_grad():
-        keys = set(file.keys())
-        for kind, named in (("param", bare.named_parameters()), ("buffer", _persistent_buffers(bare))):
-            for name, target in named:
-                key = f"{kind}/{name}"
-                shape = tuple(file.get_slice(key).get_shape()) if key in keys else None
-                if shape != tuple(target.shape):
-                    raise CheckpointError(
-                        f"{checkpoint.folder} must fit the model: {name} is {shape}, must be {tuple(target.shape)}"
-                    )
-                target.copy_(file.get_tensor(key))
-                keys.discard(key)
-        by_name = dict(bare.named_parameters())
-        for key in sorted(keys):
-            kind, _, name = key.partition("/")
-            if name not in by_name or kind in ("param", "buffer"):
-                raise CheckpointError(
-                    f"{checkpoint.folder} must fit the model, got {key}, which the model does not have"
+    state = checkpoint.state
+    start_state(optimizer, state["num_updates"])
+    with ExitStack() as stack, torch.no_grad():
+        parts: dict[str, list[tuple[int, int, Any]]] = {}
+        shapes: dict[str, Any] = {}
+        for path in sorted(checkpoint.folder.glob("tensors-*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            starts = json.loads(file.metadata()["starts"])
+            shapes |= json.loads(file.metadata()["shapes"])
+            for key in file.keys():
+                part = file.get_slice(key)
+                kind, _, name = key.partition("/")
+                parts.setdefault(key, []).append(
+                    (0 if kind == BUFFER else starts[name], math.prod(part.get_shape()), part)
                 )
-            parameter = by_name[name]
-            value = file.get_tensor(key)
-            on_cpu = kind == "step" and not fused[parameter]
-            inner.state[parameter][kind] = value if on_cpu else value.to(parameter.device)
-    if accelerator.scaler is not None and checkpoint.state["loss_scaler"]:
-        accelerator.scaler.load_state_dict(checkpoint.state["loss_scaler"])
+        _check_shapes(checkpoint.folder, shapes, whole_shapes(model))
+        problem = None
+        try:
+            for piece in pieces_of(model, optimizer):
+                for kind in piece.kinds:
+                    key = f"{kind}/{piece.name}"
+                    piece.put(kind, _assemble(checkpoint.folder, key, parts.get(key, []), piece.start, piece.length))
+        except CheckpointError as error:
+            problem = error
+        for other in gather_objects(accelerator, problem):
+            if other is not None:
+                raise other
+        for name, buffer in persistent_buffers(bare_model(model)):
+            found = parts.get(f"{BUFFER}/{name}")
+            if found is None:
+                raise CheckpointError(f"{checkpoint.folder} must fit the model, got no buffer {name}")
+            buffer.copy_(found[0][2][:])
+    publish_weights(model)
+    if accelerator.scaler is not None and state["loss_scaler"]:
+        accelerator.scaler.load_state_dict(state["loss_scaler"])
     return checkpoint.progress
 
 
-def set_aside(output_dir: Path, found: Found) -> list[Path]:
-    """Rename checkpoints that do not lead to the one a run goes on from: newer, damaged, or of another course.
+def _check_shapes(folder: Path, saved: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted({*saved, *wanted}):
+        was, now = tuple(saved.get(name, ())), tuple(wanted.get(name, ()))
+        if was != now or (name in saved) != (name in wanted):
+            there = was if name in saved else "not there"
+            raise CheckpointError(
+                f"{folder} must fit the model: {name} is {there}, must be {now if name in wanted else 'absent'}"
+            )
 
-    Nothing is deleted, but they must neither be found again nor count as newest in the rotation.
-    """
-    root = output_dir / "checkpoints"
-    moved = []
-    after_step = -1
-    if found.checkpoint and found.checkpoint.folder.parent == root.resolve():
-        after_step = found.checkpoint.progress.step
-    for leftover in root.glob("tmp-*"):
-        shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-    for step, folder in _step_folders(root):
-        if step > after_step:
-            target = root / f"aside-{folder.name}"
-            number = 1
-            while target.exists():
-                number += 1
-                target = root / f"aside-{folder.name}-{number}"
-            folder.rename(target)
-            moved.append(target)
-    return moved
+
+def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: int, length: int) -> Tensor:
+    """Elements [start, start + length) of a tensor, from whatever pieces it was cut into."""
+    values: Tensor | None = None
+    covered = 0
+    for first, size, part in parts:
+        low, high = max(first, start), min(first + size, start + length)
+        if low < high:
+            chunk = part[low - first : high - first]
+            if values is None:
+                values = torch.empty(length, dtype=chunk.dtype)
+            values[low - start : high - start] = chunk
+            covered += high - low
+    if covered != length or values is None:
+        raise CheckpointError(f"{folder} must hold all of {key}, got {covered} of {length} elements of a part")
+    return values
+
+
+def weights_digest(accelerator: Accelerator, model: nn.Module, optimizer: Any, moments: bool = True) -> str:
+    """Checksum of everything a checkpoint would hold of the tensors, on all processes together. Every process calls."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for piece in pieces_of(model, optimizer):
+        for kind in piece.kinds if moments else (WEIGHT,):
+            values = piece.get(kind).detach().cpu().contiguous()
+            digest.update(f"{kind}/{piece.name}/{piece.start}".encode())
+            digest.update(values.view(torch.uint8).numpy())
+    return xxhash.xxh3_128("".join(gather_objects(accelerator, digest.hexdigest())).encode()).hexdigest()

@@ -135,6 +135,11 @@ class Data:
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
 
 
+def cache_folder(chosen: str | None = None) -> Path:
+    """Where things are kept that can always be made again: token rows, compiled extensions."""
+    return Path(chosen or os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm").expanduser()
+
+
 def build_data(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
@@ -155,7 +160,7 @@ def build_data(
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
     parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
     key = hash_text(repr(parts))
-    cache = Path(config.cache_dir or os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm").expanduser()
+    cache = cache_folder(config.cache_dir)
     folder = cache / key
     if not _is_complete(folder):
         try:
@@ -441,6 +446,7 @@ def _keep(batch: Any) -> Any:
 def _leave_interrupts_to_the_trainer(worker: int) -> None:
     """A terminal sends Ctrl-C to workers too; only the training process decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def build_loader(

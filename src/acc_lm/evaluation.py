@@ -11,6 +11,7 @@ from torch import nn
 
 from acc_lm.data import Rows, build_loader
 from acc_lm.order import evaluation_batches
+from acc_lm.runtime import release_gathered
 from acc_lm.step import to_device
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def evaluate_rows(
             sums[0] += nll
             sums[1] += num_targets
             sums[2] += num_correct
+    release_gathered(model)
     model.train(was_training)
     sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
     nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()

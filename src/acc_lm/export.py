@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from acc_lm.checkpoint import make_readable
+from acc_lm.checkpoint import make_readable, persistent_buffers
 from acc_lm.config import Config
 from acc_lm.data import DataFacts
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.recipe import dump_config
-from acc_lm.runtime import bare_model
+from acc_lm.runtime import (
+    WEIGHT,
+    Piece,
+    bare_model,
+    full_precision,
+    gather_tensor,
+    on_main,
+    pieces_of,
+    whole_shapes,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
 def export_model(
     accelerator: Accelerator,
     model: nn.Module,
+    optimizer: Any,
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     config: Config,
@@ -36,21 +47,48 @@ def export_model(
     The folder is written aside and renamed, so a half-written one is never taken for the model.
     """
     folder = output_dir / "final"
-    if accelerator.is_main_process:
-        work = output_dir / "tmp-final"
+    work = output_dir / "tmp-final"
+    bare: Any = bare_model(model)
+    weights = _whole_weights(accelerator, model, optimizer)
+
+    def write() -> None:
         shutil.rmtree(work, ignore_errors=True)
-        bare: Any = bare_model(model)
-        bare.save_pretrained(work)
+        bare.save_pretrained(work, state_dict=weights)
         tokenizer.save_pretrained(work)
-        (work / "README.md").write_text(model_card(config, facts, result, step, bare.num_parameters()))
+        num_parameters = sum(math.prod(shape) for shape in whole_shapes(model).values())
+        (work / "README.md").write_text(model_card(config, facts, result, step, num_parameters))
         for file in work.rglob("*"):
             if file.is_file():
                 make_readable(file)
         if folder.exists():
             shutil.rmtree(folder)
         work.rename(folder)
-    accelerator.wait_for_everyone()
+
+    on_main(accelerator, write)
     return folder
+
+
+def _whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Full-precision weights and buffers under the model's own names, on the main process; empty on the others.
+
+    Gathered one by one, so only the main process ever holds them all.
+    """
+    bare = bare_model(model)
+    pieces: dict[str, list[Piece]] = {}
+    for piece in pieces_of(model, optimizer):
+        pieces.setdefault(piece.name, []).append(piece)
+    weights: dict[str, Tensor] = {}
+    dtypes = {name: full_precision(model, p) for name, p in bare.named_parameters()}
+    for name, shape in whole_shapes(model).items():
+        whole = gather_tensor(accelerator, pieces.get(name, []), WEIGHT, shape, dtypes[name])
+        if accelerator.is_main_process:
+            weights[name] = whole.cpu()
+    if accelerator.is_main_process:
+        tied = {id(p): name for name, p in bare.named_parameters()}
+        for name, p in bare.named_parameters(remove_duplicate=False):
+            weights[name] = weights[tied[id(p)]]
+        weights |= {name: buffer.detach().cpu() for name, buffer in persistent_buffers(bare)}
+    return weights
 
 
 def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step: int, num_parameters: int) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.attention import choose_attention, register_attention
+from acc_lm.attention import CAUSAL_WITHOUT_MASK, choose_attention, register_attention
 from acc_lm.config import ModelConfig
 from acc_lm.errors import ConfigError
 from acc_lm.losses import LossSums, loss_sums, summed_loss, sums_of_logits
@@ -22,6 +22,7 @@ from acc_lm.tokenizer import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+FUSED, ON_LOGITS = "fused with the head", "on the model's own logits"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -86,22 +87,9 @@ def build_model(
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     else:
         model = _load_pretrained(config)
-    vocab_size = count_ids(tokenizer)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if vocab_size > rows and config.resize_embeddings:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    elif vocab_size > rows:
-        raise ConfigError(
-            f"model vocab_size must be at least the tokenizer's {vocab_size} ids, got {rows}; "
-            "use the model's own tokenizer, or set model.resize_embeddings=true"
-        )
-    _check_length(model.config, sequence_length)
+    _fit_to_recipe(model, config, tokenizer, sequence_length)
     for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
         parameter.data = parameter.data.to(DTYPES[config.dtype])
-    if config.gradient_checkpointing:
-        # transformers is renaming the switch; both names take the same keywords.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
     with _must_run("model"):
         attention = choose_attention(model, sequence_length)
         loss = install_loss(model)
@@ -115,6 +103,51 @@ def build_model(
     )
     model.train()
     return model, facts
+
+
+def build_empty_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, facts: ModelFacts
+) -> PreTrainedModel:
+    """What `build_model` returns, with weights that are reserved but neither drawn nor touched.
+
+    For processes that get their weights from the main one; `facts` are what it found out with the real weights.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    model_config = _pretrained_config(config) if config.config is None else scratch_config(config, tokenizer)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        _fit_to_recipe(model, config, tokenizer, sequence_length)
+    dtype = DTYPES[config.dtype]
+    # An untouched tensor takes no memory: only what a process will really hold is ever written.
+    model._apply(lambda t: torch.empty(t.shape, dtype=dtype) if t.is_meta else t)
+    model.tie_weights()
+    if facts.attention == CAUSAL_WITHOUT_MASK:
+        model.set_attn_implementation(register_attention())
+    _use_loss(model, fused=facts.loss == FUSED)
+    model.train()
+    return model
+
+
+def _fit_to_recipe(
+    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+) -> None:
+    """Embeddings for every id, positions for every row, activation checkpointing."""
+    vocab_size = count_ids(tokenizer)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if vocab_size > rows and config.resize_embeddings:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    elif vocab_size > rows:
+        raise ConfigError(
+            f"model vocab_size must be at least the tokenizer's {vocab_size} ids, got {rows}; "
+            "use the model's own tokenizer, or set model.resize_embeddings=true"
+        )
+    _check_length(model.config, sequence_length)
+    if config.gradient_checkpointing:
+        # transformers is renaming the switch; both names take the same keywords.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def check_model(
@@ -165,10 +198,15 @@ def install_loss(model: PreTrainedModel) -> str:
     """Give the model the training forward; fused with the head where that is exact. Returns its name, for people."""
     _do_not_look_for_padding(model)
     fused = _head_is_plain(model)
+    _use_loss(model, fused)
+    return FUSED if fused else ON_LOGITS
+
+
+def _use_loss(model: PreTrainedModel, fused: bool) -> None:
+    _do_not_look_for_padding(model)
     if fused:
         model.get_output_embeddings().__class__ = LossHead
     model.forward = MethodType(_fused_forward if fused else _logits_forward, model)
-    return "fused with the head" if fused else "on the model's own logits"
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:

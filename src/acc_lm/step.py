@@ -17,6 +17,8 @@ from acc_lm.errors import DivergedError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from acc_lm.runtime import GradientWatch
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -40,6 +42,7 @@ def train_step(
     seed: int,
     num_targets: int,
     max_grad_norm: float | None,
+    watch: GradientWatch | None = None,
 ) -> StepResult:
     """Accumulate over this process's micro-batches, clip and update.
 
@@ -50,7 +53,8 @@ def train_step(
         micro_batches: as many as `accelerator.gradient_accumulation_steps`.
         step: first = 1; with `seed` it decides the dropout masks, so that a resumed run draws the same ones.
         num_targets: in the global batch, over all processes.
-        max_grad_norm: None for no clipping.
+        max_grad_norm: None for no clipping. DeepSpeed clips inside `backward`, by the value it was handed.
+        watch: notes which gradients are not finite.
     """
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(num_targets, 1)
     nll = torch.zeros((), device=accelerator.device)
@@ -62,13 +66,16 @@ def train_step(
             accelerator.backward(loss * scale)
             nll = nll + loss.detach()
             if accelerator.sync_gradients:
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+                if watch is not None:
+                    watch.look()
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+                grad_norm = torch.as_tensor(norm, device=accelerator.device)
                 optimizer.step()
                 optimizer.zero_grad()
     return StepResult(nll, grad_norm, num_targets)
 
 
-def read_loss(accelerator: Accelerator, result: StepResult) -> float:
+def read_loss(accelerator: Accelerator, result: StepResult, watch: GradientWatch | None = None) -> float:
     """Loss of the global batch, in nats per target; waits for the device. Every process calls.
 
     Raises:
@@ -77,8 +84,10 @@ def read_loss(accelerator: Accelerator, result: StepResult) -> float:
     loss: float = accelerator.reduce(result.nll, reduction="sum").item() / max(result.num_targets, 1)
     norm = float(result.grad_norm)
     if not math.isfinite(loss) or (accelerator.scaler is None and not math.isfinite(norm)):
+        names = watch.names() if watch is not None else []
+        first = f", first in the gradient of {names[0]} ({len(names)} parameters in all)" if names else ""
         raise DivergedError(
-            f"the loss must stay finite, got loss {loss} and gradient norm {norm}; lower optimizer.learning_rate or raise "
+            f"the loss must stay finite, got loss {loss} and gradient norm {norm}{first}; lower optimizer.learning_rate or raise "
             "schedule.warmup_steps; the checkpoints are from before"
         )
     return loss

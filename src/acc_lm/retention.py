@@ -1,0 +1,238 @@
+"""The checkpoints of a run on disk: which are whole, which one to go on from, which ones to keep.
+
+    checkpoints/step-00000200/   a checkpoint, see checkpoint.py
+    checkpoints/latest, best     relative links, for people
+    checkpoints/aside-*          what a resumed run did not go on from; never deleted, never found again
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from acc_lm.config import CheckpointConfig
+from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.progress import Progress
+from acc_lm.runtime import on_main
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+FORMAT = 2
+STATE, MANIFEST = "state.json", "manifest.json"
+TENSORS = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")
+NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest was verified."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.state["progress"])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a run goes on from, and the damaged checkpoints that were passed over on the way."""
+
+    checkpoint: Checkpoint | None
+    started_from: str | None = None
+    """The path that `checkpoint.resume` named, remembered by every checkpoint of the run that it started."""
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+def rotate(root: Path, config: CheckpointConfig) -> None:
+    """Keep the newest `keep_last` and the best `keep_best`, by step number and evaluation loss; link both for people."""
+    by_step = sorted(_step_folders(root), reverse=True)
+    losses = {folder: loss for _, folder in by_step if (loss := _eval_loss(folder)) is not None}
+    best = sorted(losses, key=lambda folder: losses[folder])
+    newest = [folder for _, folder in by_step]
+    _link(root / "latest", newest[0])
+    if best:
+        _link(root / "best", best[0])
+    if config.keep_last is None:
+        return
+    keep = {*newest[: config.keep_last], *best[: config.keep_best]}
+    for folder in newest:
+        if folder not in keep:
+            remove_checkpoint(folder)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Take the manifest first: a folder that is half removed is no checkpoint any more."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _link(link: Path, folder: Path) -> None:
+    temporary = link.with_name(f"tmp-{link.name}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.replace(link)
+
+
+def _step_folders(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        return []
+    return [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+
+
+def _eval_loss(folder: Path) -> float | None:
+    try:
+        loss = json.loads((folder / STATE).read_text())["eval_loss"]
+        return float(loss) if loss is not None and math.isfinite(loss) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def is_among_best(accelerator: Accelerator, output_dir: Path, eval_loss: float, keep_best: int) -> bool:
+    """True when weights with this loss belong among the best `keep_best` checkpoints; the main process decides."""
+    return on_main(accelerator, lambda: _beats_the_best(output_dir, eval_loss, keep_best))
+
+
+def _beats_the_best(output_dir: Path, eval_loss: float, keep_best: int) -> bool:
+    losses = sorted(
+        loss for _, folder in _step_folders(output_dir / "checkpoints") if (loss := _eval_loss(folder)) is not None
+    )
+    return keep_best > 0 and math.isfinite(eval_loss) and (len(losses) < keep_best or eval_loss < losses[keep_best - 1])
+
+
+def best_checkpoint(output_dir: Path) -> Path | None:
+    link = output_dir / "checkpoints" / "best"
+    return link.parent / os.readlink(link) if link.is_symlink() else None
+
+
+# --- finding -------------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(accelerator: Accelerator, output_dir: Path, resume: str) -> Found:
+    """The checkpoint to go on from, as the main process sees it; the same answer on every process.
+
+    Raises:
+        ConfigError: `resume: never` on a folder that has checkpoints.
+        CheckpointError: there are checkpoints but none is whole, or the path is none.
+    """
+    return on_main(accelerator, lambda: _find(output_dir, resume))
+
+
+def _find(output_dir: Path, resume: str) -> Found:
+    root = output_dir / "checkpoints"
+    folders = sorted(_step_folders(root), reverse=True)
+    if resume == "never":
+        if folders:
+            raise ConfigError(
+                f"checkpoint.resume must be auto or a path for {output_dir}, which holds checkpoints up to step {folders[0][0]}, "
+                "got never; choose another output_dir, or checkpoint.resume=auto"
+            )
+        return Found(None)
+    if resume != "auto":
+        path = Path(resume).expanduser()
+        started_from = str(path.resolve())
+        # A path starts a run; typed again, the same command goes on with what it started.
+        for _, folder in folders:
+            if _problem_with(folder) is None and _open(folder).state["started_from"] == started_from:
+                return Found(_open(folder), started_from)
+        problem = _problem_with(path)
+        if problem:
+            raise CheckpointError(
+                f"checkpoint.resume must be a checkpoint folder, got {resume}: {problem}; name a step-* folder"
+            )
+        return Found(_open(path), started_from)
+    damaged: list[tuple[Path, str]] = []
+    for _, folder in folders:
+        problem = _problem_with(folder)
+        if problem is None:
+            checkpoint = _open(folder)
+            return Found(checkpoint, checkpoint.state["started_from"], tuple(damaged))
+        damaged.append((folder, problem))
+    if damaged:
+        raise CheckpointError(
+            *(f"{folder} must be a whole checkpoint, got: {problem}" for folder, problem in damaged),
+            f"no checkpoint in {root} can be used; nothing was deleted; choose another output_dir to start from scratch",
+        )
+    return Found(None)
+
+
+def _open(folder: Path) -> Checkpoint:
+    return Checkpoint(folder.resolve(), json.loads((folder / STATE).read_text()))
+
+
+def _problem_with(folder: Path) -> str | None:
+    """Why the folder is not a whole checkpoint; None when it is."""
+    if not folder.is_dir():
+        return "no such folder"
+    if not (folder / MANIFEST).is_file():
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return "an exported model, not a checkpoint (model.name_or_path starts from one)"
+        if (folder / "checkpoints").is_dir():
+            return f"the folder of a run; its newest checkpoint is {folder / 'checkpoints' / 'latest'}"
+        return f"{MANIFEST} is missing"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            age = "newer" if manifest["format"] > FORMAT else "older"
+            return f"it has format {manifest['format']}, {age} than the {FORMAT} that this version reads"
+        files = manifest["files"]
+        shards = {match[0]: match[2] for name in files if (match := TENSORS.fullmatch(name))}
+        if set(files) != {STATE, *shards} or {int(count) for count in shards.values()} != {len(shards)}:
+            return f"{MANIFEST} lists {sorted(files)}"
+        for name, expected in files.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            size = file.stat().st_size
+            if size != expected["size"]:
+                return f"{name} has {size} bytes instead of {expected['size']}"
+            if checksum(file) != expected["xxh3_128"]:
+                return f"{name} does not match its checksum"
+        state = json.loads((folder / STATE).read_text())
+        if state["progress"]["step"] != manifest["step"]:
+            return f"{STATE} is of step {state['progress']['step']}, {MANIFEST} of step {manifest['step']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    return None
+
+
+def set_aside(output_dir: Path, found: Found) -> list[Path]:
+    """Rename checkpoints that do not lead to the one a run goes on from: newer, damaged, or of another course.
+
+    Nothing is deleted, but they must neither be found again nor count as newest in the rotation.
+    """
+    root = output_dir / "checkpoints"
+    moved = []
+    after_step = -1
+    if found.checkpoint and found.checkpoint.folder.parent == root.resolve():
+        after_step = found.checkpoint.progress.step
+    for leftover in root.glob("tmp-*"):
+        shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+    for step, folder in _step_folders(root):
+        if step > after_step:
+            target = root / f"aside-{folder.name}"
+            number = 1
+            while target.exists():
+                number += 1
+                target = root / f"aside-{folder.name}-{number}"
+            folder.rename(target)
+            moved.append(target)
+    return moved
+
+
+def checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""Where a run executes: the one room that knows Accelerate's launches and strategies by name.
+
+    config_file   what Accelerate's yaml says that Accelerate itself would ignore
+    launch        environment of the launcher -> Accelerator, or an error that says why not
+    engines       model and optimizer -> spread over the processes by the engine that was asked for
+    identity      what really runs, read from the live objects
+    pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
+    ending        signals, memory, and a process group that ends cleanly
+
+Everything else sees an `Accelerator` that is what the launch asked for, or an error that says why it is not.
+"""
+
+from acc_lm.runtime.ending import StopRequest, close, peak_memory_gb
+from acc_lm.runtime.engines import (
+    GradientWatch,
+    bare_model,
+    gather_objects,
+    initialise_once,
+    on_main,
+    prepare,
+    release_gathered,
+    warm_up,
+    whole_shapes,
+)
+from acc_lm.runtime.identity import Identity, environment, identify
+from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
+from acc_lm.runtime.pieces import (
+    WEIGHT,
+    Piece,
+    count_updates,
+    full_precision,
+    gather_tensor,
+    pieces_of,
+    publish_weights,
+    start_state,
+)
+
+__all__ = [
+    "WEIGHT",
+    "GradientWatch",
+    "Identity",
+    "Piece",
+    "StopRequest",
+    "bare_model",
+    "build_accelerator",
+    "close",
+    "count_updates",
+    "environment",
+    "full_precision",
+    "gather_objects",
+    "gather_tensor",
+    "identify",
+    "initialise_once",
+    "on_main",
+    "peak_memory_gb",
+    "pieces_of",
+    "prepare",
+    "publish_weights",
+    "quiet_libraries",
+    "release_gathered",
+    "split_global_batch",
+    "start_state",
+    "warm_up",
+    "whole_shapes",
+]

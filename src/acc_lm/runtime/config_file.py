@@ -1,0 +1,260 @@
+"""The Accelerate config file of this launch, and what Accelerate would ignore in it without a word.
+
+Accelerate refuses an unknown key at the top of the file. A nested one it copies to where nobody reads it, so a misspelt
+`fsdp_ofload_params` trains without offload. What it reads is taken from its own code here, so that it stays true.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode
+
+from acc_lm.errors import MachineError
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+CONFIG_FILE_VARIABLE = "ACC_LM_CONFIG_FILE"
+
+
+def check_config_file() -> None:
+    """Refuse what stands in this launch's Accelerate config file and would have no effect.
+
+    Raises:
+        MachineError: with one line for each such key.
+    """
+    file = config_file()
+    if file is None:
+        return
+    config, lines = _read(file)
+    problems = [
+        f"{file}:{line}: {key} must be given once, got it again (only the last counts); remove one"
+        for key, line in lines
+        if line != dict(reversed(lines))[key]
+    ]
+    places = {key: f"{file}:{line}: " for key, line in lines}
+    problems += _uneven_machines(config, places.get("num_processes", ""))
+    for section in _sections():
+        values = getattr(config, section, None) or {}
+        if not isinstance(values, dict):
+            problems.append(
+                f"{places[section]}{section} must be a mapping of keys, got {values!r}; indent its keys below it"
+            )
+            continue
+        if values and not _is_in_use(section, config):
+            problems.append(
+                f"{places[section]}{section} must stand in a file of distributed_type {_strategy_of(section)}, got "
+                f"{config.distributed_type.value}; change distributed_type, or remove {section}"
+            )
+        for key in values:
+            if problem := _problem(section, str(key), values):
+                problems.append(f"{places.get(f'{section}.{key}', f'{file}: ')}{section}.{problem}")
+    if problems:
+        raise MachineError(*problems)
+
+
+def config_file() -> Path | None:
+    """The Accelerate config file behind this process; None under torchrun and plain Python.
+
+    Raises:
+        MachineError: one is named and is not there.
+    """
+    arguments = _launch_arguments()
+    named = os.environ.get(CONFIG_FILE_VARIABLE) or getattr(arguments, "config_file", None)
+    if named:
+        if not Path(named).is_file():
+            raise MachineError(f"the Accelerate config file must be there, got nothing at {named!r}; name another")
+        return Path(named)
+    if arguments is None:
+        return None
+    from accelerate.commands.config import default_config_file
+
+    default = Path(default_config_file)
+    return default if default.is_file() and not arguments.cpu else None
+
+
+def resolved_deepspeed_config(path: str) -> str:
+    """Where a `deepspeed_config_file` is: from the current folder, else from the Accelerate config's own; unchanged if nowhere."""
+    file = config_file()
+    if not Path(path).exists() and file is not None and (file.parent / path).is_file():
+        return str(file.parent / path)
+    return path
+
+
+def lost_settings() -> dict[str, str]:
+    """What was asked for, Accelerate's processes read and its launcher leaves out: the variables that they read.
+
+    The launcher of DeepSpeed passes on neither the folders of an offload to NVMe nor anything of dynamo_config; of
+    `enable_cpu_affinity` every launcher sees the command line only.
+    """
+    file = config_file()
+    config = _read(file)[0] if file else None
+    dynamo = {
+        f"dynamo_{key.removeprefix('dynamo_')}": value for key, value in getattr(config, "dynamo_config", {}).items()
+    }
+    typed = _launch_arguments()
+    from_command_line = {key: getattr(typed, key) for key in getattr(typed, "nondefault", ())}
+    settings: dict[str, str] = {}
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        for key, value in {**getattr(config, "deepspeed_config", {}), **dynamo, **from_command_line}.items():
+            if re.fullmatch(r"offload_\w+_nvme_path", key):
+                settings[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(value)
+            elif key.startswith("dynamo_"):
+                settings[f"ACCELERATE_{key.upper()}"] = str(value)
+    if getattr(config, "enable_cpu_affinity", False):
+        settings["ACCELERATE_CPU_AFFINITY"] = "1"
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+# --- what Accelerate reads -----------------------------------------------------------------------------------------
+
+
+def _sections() -> list[str]:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return [field.name for field in fields(ClusterConfig) if field.type == Optional[dict]]  # noqa: UP045
+
+
+def _strategy_of(section: str) -> str | None:
+    """The distributed type that alone reads a section, if there is one: FSDP reads fsdp_config."""
+    from accelerate.utils import DistributedType
+
+    name = section.removesuffix("_config").upper()
+    return name if name in [str(kind.value) for kind in DistributedType] else None
+
+
+def _is_in_use(section: str, config: ClusterConfig) -> bool:
+    strategy = _strategy_of(section)
+    by_command_line = os.environ.get(f"ACCELERATE_USE_{strategy}", "false").lower() == "true"
+    return strategy is None or config.distributed_type.value == strategy or by_command_line
+
+
+@cache
+def known_keys(section: str) -> frozenset[str]:
+    """The nested keys that Accelerate does something with: its launcher's options, and what its questionnaire writes."""
+    from accelerate.commands import launch
+    from accelerate.commands.config import cluster
+    from accelerate.utils import launch as environment
+
+    prefix = section.removesuffix("config")  # fsdp_, megatron_lm_, parallelism_, ...
+    parser = launch.launch_command_parser()
+    names = {action.dest for action in parser._actions}
+    names |= set(re.findall(r'getattr\(args, "(\w+)"', inspect.getsource(environment)))  # read, but no option
+    options = {name for name in names if name.startswith(prefix)}
+    for group in parser._action_groups:  # DeepSpeed's options share no prefix, but a group
+        if re.sub(r"\W", "", group.title or "").lower().startswith(prefix.replace("_", "")):
+            options |= {action.dest for action in group._group_actions}
+    without_prefix: set[str] = set()
+    if section in re.findall(r'name == "(\w+)" and not key.startswith', inspect.getsource(launch)):
+        without_prefix = {name.removeprefix(prefix) for name in options}
+    asked = set(re.findall(rf'{section}\["(\w+)"\]', inspect.getsource(cluster)))
+    return frozenset(options | without_prefix | asked)
+
+
+def _problem(section: str, key: str, values: dict[str, Any]) -> str | None:
+    """What is wrong with a nested key, if anything, without the section before it."""
+    from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
+
+    known = known_keys(section)
+    if key not in known:
+        others = [other for other in _sections() if other != section and key in known_keys(other)]
+        near = [name for name in sorted(known) if name.endswith(f"_{key}")]
+        near += difflib.get_close_matches(key, sorted(known), n=1)
+        if key in _top_keys():
+            hint = "it belongs to the top of the file, without a section around it"
+        elif others:
+            hint = f"it belongs into {others[0]}"
+        else:
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+        return f"{key} must be a key that Accelerate reads there (others it ignores), got {key!r}; {hint}"
+    name = key if key.startswith("fsdp_") else f"fsdp_{key}"
+    if section == "fsdp_config" and str(values.get("fsdp_version", values.get("version", 1))) == "2":
+        now = ARGUMENT_KEY_MAPPING.get(name, name)
+        if now != name:
+            hint = f"use {now}" if isinstance(now, str) else "remove it"
+            return f"{key} must not stand beside fsdp_version 2, which ignores it, got {values[key]!r}; {hint}"
+    return None
+
+
+def _uneven_machines(config: ClusterConfig, place: str) -> list[str]:
+    """Accelerate rounds the processes of each machine down, and starts fewer than asked for."""
+    typed = _launch_arguments()
+    machines = getattr(typed, "num_machines", None) or config.num_machines
+    processes = getattr(typed, "num_processes", None) or getattr(config, "num_processes", machines)
+    is_known = processes > 0  # -1 where the file leaves it to the command line
+    if not is_known or processes % machines == 0:
+        return []
+    return [
+        f"{place}num_processes must be a multiple of num_machines {machines}, got {processes}; "
+        f"Accelerate would start {processes // machines * machines}: change one of them"
+    ]
+
+
+def _top_keys() -> set[str]:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return {field.name for field in fields(ClusterConfig)}
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def _read(file: Path) -> tuple[ClusterConfig, list[tuple[str, int]]]:
+    """The file as Accelerate itself reads it, and the line of every dotted key."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    try:
+        config = load_config_from_file(str(file))
+        return config, list(_key_lines(YAML(typ="safe", pure=True).compose(file.read_text(encoding="utf-8"))))
+    except (ValueError, TypeError, YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise MachineError(f"{file} must be a config file of Accelerate, got: {text}; correct it") from None
+
+
+def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _key_lines(value, f"{prefix}{key.value}.")
+
+
+def _launch_arguments() -> Namespace | None:
+    """What was typed after `accelerate launch`, if that is what started this process."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by every launch, whatever the strategy
+        return None
+    import psutil  # type: ignore[import-untyped]
+    from accelerate.commands.launch import launch_command_parser
+
+    for process in psutil.Process().parents():
+        try:
+            words = _after_launch(process.cmdline())
+        except psutil.Error:  # another user's process
+            continue
+        if words is not None:
+            arguments: Namespace = launch_command_parser().parse_args(words)
+            return arguments
+    return None
+
+
+def _after_launch(words: list[str]) -> list[str] | None:
+    """The arguments of a launch from a command line, in any of the ways to type one; None for another command."""
+    for position, word in enumerate(words):
+        name = word.removesuffix(".py").replace(".", "/")
+        if name.endswith("accelerate-launch") or name.endswith("accelerate/commands/launch"):
+            return words[position + 1 :]
+        is_tool = name.rsplit("/", 1)[-1] in ("accelerate", "accelerate_cli")
+        if is_tool and words[position + 1 : position + 2] == ["launch"]:
+            return words[position + 2 :]
+    return None

@@ -1,0 +1,149 @@
+"""DeepSpeed's C++ extensions, built before anything waits for them, where no other job waits on them.
+
+DeepSpeed builds on first use into one folder that all jobs of a user share. A build that was killed leaves its lock there,
+and every later start waits on it for ever without a word. Here each machine and version has a folder of its own, a
+build is made aside and renamed when it is whole, and a lock that nobody holds any more is removed and named.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from acc_lm.data import cache_folder
+from acc_lm.errors import MachineError
+
+BUILD_SECONDS = 900
+COMPILERS = ("g++", "c++", "clang++")
+
+
+def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) -> None:
+    """Build what this launch will load; the first process of a machine builds, its others wait for it.
+
+    Raises:
+        MachineError: no compiler, no libaio, a build that failed, or a lock that nobody holds in the user's own folder.
+    """
+    bin_folder = str(Path(sys.executable).parent)  # ninja is there, also when the environment is not activated
+    if bin_folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
+    names = ["ShareMemCommBuilder"] * on_cpu + ["CPUAdamBuilder"] * needs_cpu_adam + ["AsyncIOBuilder"] * needs_nvme
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    theirs = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(theirs) if theirs else extensions_folder()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(root)
+    if is_first:
+        for lock in root.glob("*/lock"):
+            _look_at_lock(lock, is_ours=not theirs)
+    if theirs or not names:
+        return
+    if needs_nvme and not _has_libaio():
+        raise MachineError(
+            "offload to nvme must find libaio, got none on this machine; install it (Debian: apt install libaio-dev), or use "
+            "accelerate_configs/deepspeed_zero3_offload.yaml"
+        )
+    started = time.time()
+    for name in names:
+        done, failed = root / f"{name}.done", root / f"{name}.failed"
+        if is_first and not done.exists():
+            try:
+                _build(name, root, done)
+            except MachineError as error:
+                failed.write_text(str(error))  # for the others, who wait
+                raise
+        _wait_for(done, failed, started)
+
+
+def extensions_folder() -> Path:
+    """By machine too: the code is compiled for this processor, and a home folder may be shared by different ones."""
+    versions = f"py{sys.version_info.major}{sys.version_info.minor}-torch{version('torch')}-deepspeed{version('deepspeed')}"
+    return cache_folder() / "torch_extensions" / f"{platform.node()}-{versions}"
+
+
+def _look_at_lock(lock: Path, is_ours: bool) -> None:
+    if _is_held(lock):
+        return
+    if not is_ours:
+        raise MachineError(
+            f"{lock.parent} must not be locked, got a lock of a build that was killed (no process holds it), on which every start would "
+            f"wait for ever; remove it: rm {lock}"
+        )
+    lock.unlink(missing_ok=True)
+    print(f"removed {lock}, left by a build that was killed", file=sys.stderr)
+
+
+def _is_held(lock: Path) -> bool:
+    """True when a process has the lock open: torch keeps it so while it builds."""
+    target = str(lock.resolve())
+    for process in psutil.process_iter():
+        try:
+            if any(file.path == target for file in process.open_files()):
+                return True
+        except psutil.Error:
+            continue  # it ended, or is another user's
+    return False
+
+
+def _build(name: str, root: Path, done: Path) -> None:
+    if not any(shutil.which(compiler) for compiler in COMPILERS):
+        raise MachineError(
+            f"DeepSpeed must find a C++ compiler to build {name.removesuffix('Builder')}, got none; install one (Debian: apt install g++)"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    aside = root / f"tmp-{os.getpid()}"
+    for left in root.glob("tmp-*"):  # by builds that were killed
+        if not psutil.pid_exists(int(left.name.removeprefix("tmp-"))):
+            shutil.rmtree(left, ignore_errors=True)
+    print(f"building DeepSpeed's {name.removesuffix('Builder')} with the C++ compiler, once for this machine ...", file=sys.stderr)
+    started = time.monotonic()
+    code = f"from deepspeed.ops import op_builder; from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder({name!r}).load(verbose=False)"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    try:
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**environment, "TORCH_EXTENSIONS_DIR": str(aside), "MAX_JOBS": str(os.cpu_count() or 1)},
+            capture_output=True,
+            text=True,
+            timeout=BUILD_SECONDS,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        lines = [line for line in error.stderr.splitlines() if "error" in line.lower()] or error.stderr.splitlines()[-1:]
+        raise MachineError(f"DeepSpeed's {name} must build on this machine, got: {lines[0] if lines else 'no message'}") from None
+    except subprocess.TimeoutExpired:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise MachineError(f"DeepSpeed's {name} must build within {BUILD_SECONDS} s, got none; look at the machine's load") from None
+    for built in aside.iterdir():
+        target = root / built.name
+        if not target.exists():
+            try:
+                built.rename(target)
+            except OSError:
+                pass  # another job was faster
+    shutil.rmtree(aside, ignore_errors=True)
+    done.touch()
+    print(f"built in {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def _wait_for(done: Path, failed: Path, since: float) -> None:
+    while not done.exists():
+        if failed.exists() and failed.stat().st_mtime >= since - 1:
+            raise MachineError(failed.read_text())
+        if time.time() - since > BUILD_SECONDS + 60:
+            raise MachineError(f"{done} must appear when the first process of this machine has built it, got nothing")
+        time.sleep(0.1)
+
+
+def _has_libaio() -> bool:
+    from ctypes.util import find_library
+
+    header = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
+    return header and find_library("aio") is not None

@@ -1,0 +1,270 @@
+"""What really runs: strategy, engine, placement and precision, read from the live objects."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from acc_lm.config import Config
+from acc_lm.errors import MachineError
+from acc_lm.runtime.engines import bare_model, is_deepspeed
+from acc_lm.runtime.launch import asked_strategy, launch_notes
+from acc_lm.runtime.pieces import pieces_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What runs, read from the live objects."""
+
+    strategy: str
+    engine: str
+    num_processes: int
+    precision: str
+    """Type of the weights that are updated, of the computation, and of the gradients' sum over processes."""
+    device: str
+    threads: int
+    placement: str
+    num_parameters: int
+    parameters_per_process: tuple[int, ...]
+    """Elements of the model that each process keeps between steps."""
+    updated_per_process: tuple[int, ...]
+    """Elements whose optimizer state each process keeps."""
+    is_rehearsal: bool
+    notes: tuple[str, ...] = ()
+
+
+def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config: Config) -> Identity:
+    """Strategy, processes, placement and precision of the prepared model. Every process calls.
+
+    Raises:
+        MachineError: what runs is not what the launch asked for.
+    """
+    num_processes = dist.get_world_size() if dist.is_initialized() else 1
+    outer = getattr(model, "_orig_mod", model)
+    strategy = _live_strategy(outer, num_processes)
+    asked = asked_strategy()
+    if strategy != asked:
+        raise MachineError(
+            f"the launch must run {asked}, as its Accelerate config asks, got {strategy} ({type(outer).__name__}, "
+            f"{num_processes} processes); this is a defect of the installed versions: nothing was trained"
+        )
+    pieces = pieces_of(model, optimizer)
+    num_parameters = sum(_whole_size(p) for p in bare_model(model).parameters())
+    kept = sum(_kept_size(p) for p in bare_model(model).parameters())
+    updated = sum(piece.length for piece in pieces if piece.is_trained)
+    kept_by_all, updated_by_all = _on_all(accelerator, kept), _on_all(accelerator, updated)
+    _check_shards(strategy, num_parameters, kept_by_all, updated_by_all, num_processes)
+    device = accelerator.device
+    is_rehearsal = device.type == "cpu" and (num_processes > 1 or strategy != "single")
+    return Identity(
+        strategy=strategy,
+        engine=type(outer).__name__,
+        num_processes=num_processes,
+        precision=_precision(accelerator, outer),
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} ({platform.processor() or platform.machine()})",
+        threads=torch.get_num_threads(),
+        placement=_placement(outer, strategy, num_parameters, kept_by_all, updated_by_all),
+        num_parameters=num_parameters,
+        parameters_per_process=kept_by_all,
+        updated_per_process=updated_by_all,
+        is_rehearsal=is_rehearsal,
+        notes=tuple(_notes(accelerator, config, strategy, num_processes, is_rehearsal)),
+    )
+
+
+def _live_strategy(model: nn.Module, num_processes: int) -> str:
+    from torch.distributed.fsdp import FSDPModule
+
+    if is_deepspeed(model):
+        return f"deepspeed_zero{model.zero_optimization_stage()}"  # type: ignore[operator]
+    if isinstance(model, FSDPModule):
+        return "hsdp" if _mesh_of(model).ndim == 2 else "fsdp2"
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return "ddp"
+    return "single" if not dist.is_initialized() else "nothing that connects the processes"
+
+
+def _mesh_of(model: nn.Module) -> Any:
+    return next(p for p in model.parameters() if hasattr(p, "device_mesh")).device_mesh
+
+
+def _whole_size(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _kept_size(parameter: Any) -> int:
+    if hasattr(parameter, "ds_tensor"):
+        stays_whole = getattr(parameter, "ds_persist", False)
+        return int(parameter.ds_numel if stays_whole else parameter.ds_tensor.numel())
+    return int(parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel())
+
+
+def _on_all(accelerator: Accelerator, number: int) -> tuple[int, ...]:
+    if accelerator.num_processes == 1:
+        return (number,)
+    numbers = [torch.zeros((), dtype=torch.int64, device=accelerator.device) for _ in range(accelerator.num_processes)]
+    dist.all_gather(numbers, torch.tensor(number, device=accelerator.device))
+    return tuple(int(n) for n in numbers)
+
+
+def _check_shards(
+    strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...], num_processes: int
+) -> None:
+    """Engines that shard must really have done so: all the shares together are one model, or one for each replica."""
+    if strategy in ("single", "ddp"):
+        expected = num_parameters * num_processes
+        if sum(kept) != expected:
+            raise MachineError(f"each process must hold the whole model under {strategy}, got {kept} of {num_parameters} parameters")
+    elif num_processes > 1 and strategy in ("fsdp2", "hsdp"):
+        if min(kept) >= num_parameters:
+            raise MachineError(f"{strategy} must shard the parameters, got all {num_parameters} of them on a process")
+    elif num_processes > 1 and sum(updated) > num_parameters:
+        raise MachineError(f"{strategy} must shard the optimizer's state, got {updated} of {num_parameters} parameters")
+
+
+def _placement(
+    model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]
+) -> str:
+    if strategy in ("single", "ddp"):
+        return f"whole on each process: {num_parameters:,} parameters"
+    if strategy in ("fsdp2", "hsdp"):
+        mesh = _mesh_of(model)
+        shards = mesh.size(mesh.ndim - 1)
+        copies = f", in {mesh.size(0)} copies" if mesh.ndim == 2 else ""
+        reshard = "gathered again for backward" if _reshards(model) else "kept whole from forward to backward"
+        return f"{num_parameters:,} parameters in {shards} shards{copies}: {min(kept):,} to {max(kept):,} on a process, {reshard}"
+    stage = strategy[-1]
+    settings = model.config["zero_optimization"]
+    offload = {
+        what: device
+        for what in ("optimizer", "param")
+        if (device := settings.get(f"offload_{what}", {}).get("device", "none")) not in ("none", None)
+    }
+    text = {
+        "1": "optimizer state sharded, gradients and parameters whole",
+        "2": "optimizer state and gradients sharded, parameters whole",
+        "3": "optimizer state, gradients and parameters sharded",
+    }[stage]
+    places = "".join(f", {what} offloaded to {device}" for what, device in offload.items())
+    return (
+        f"{text}: {max(kept):,} of {num_parameters:,} parameters kept, {max(updated):,} updated on a process{places}"
+    )
+
+
+def _reshards(model: Any) -> bool:
+    """Of the transformer blocks: torch keeps the last unit whole either way."""
+    units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    groups = [g for unit in units for g in _groups(unit)]
+    return any(group.post_forward_mesh_info is not None for group in groups)
+
+
+def _groups(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    return [group] if group is not None else list(getattr(state, "_fsdp_param_groups", []))
+
+
+def _precision(accelerator: Accelerator, model: Any) -> str:
+    def name(dtype: Any) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    weights = sorted({name(p.dtype) for p in model.parameters()})
+    updated = compute = reduce = "/".join(weights)
+    asked = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}.get(accelerator.mixed_precision)
+    if is_deepspeed(model):
+        if asked:
+            updated, compute = "float32", asked
+        reduce = name(model.communication_data_type or compute)
+    elif hasattr(model, "_get_fsdp_state"):
+        policy = model._get_fsdp_state()._mp_policy
+        compute = name(policy.param_dtype or compute)
+        reduce = name(policy.reduce_dtype or reduce)
+    elif accelerator.native_amp and asked:
+        compute = f"{asked} autocast"
+    return f"{updated} weights, {compute} compute, {reduce} reduction"
+
+
+def _notes(
+    accelerator: Accelerator, config: Config, strategy: str, num_processes: int, is_rehearsal: bool
+) -> list[str]:
+    notes = []
+    if is_rehearsal:
+        notes.append("rehearsal: the real engine on CPU processes, for trust and not for speed")
+        cores = os.cpu_count() or 1
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+        if local > cores:
+            notes.append(f"{local} processes share {cores} cores")
+        if strategy in ("fsdp2", "hsdp") and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+            notes.append("fsdp_offload_params does nothing here: the parameters are on the CPU already")
+    notes += launch_notes(config)
+    training = config.training
+    from_launch = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if training.mixed_precision and from_launch and from_launch != training.mixed_precision:
+        notes.append(
+            f"precision {training.mixed_precision} is the recipe's; the Accelerate config's {from_launch} is overruled"
+        )
+    if (
+        accelerator.device.type == "cuda"
+        and accelerator.mixed_precision == "no"
+        and torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        notes.append("fp32 on a GPU that can do bf16: training.mixed_precision=bf16 is several times faster")
+    hook = config.distributed.comm_hook
+    if strategy == "ddp" and "power_sgd" in hook:
+        notes.append(f"{hook} keeps state that no checkpoint has: a resumed run is not bit-identical")
+    if strategy != "ddp" and hook != "none":
+        notes.append(f"distributed.comm_hook {hook} is of DDP and does nothing under {strategy}")
+    return notes
+
+
+def environment(identity: Identity) -> dict[str, Any]:
+    """`environment.json`: what ran, with which versions, from which commit, how it was launched."""
+    from importlib.metadata import version
+
+    names = ("torch", "accelerate", "transformers", "deepspeed", "tokenizers", "datasets", "safetensors", "numpy")
+    values = asdict(identity)
+    notes = values.pop("notes")
+    return {
+        **values,
+        "notes": list(notes),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "git_commit": _git_commit(),
+        "launch_command": _launch_command(),
+        "host": platform.node(),
+    }
+
+
+def _git_commit() -> str | None:
+    where = Path(sys.argv[0]).resolve().parent
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _launch_command() -> list[str]:
+    """The launcher's own command line where there is one, else ours."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        try:
+            raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+            return raw.decode(errors="replace").strip("\0").split("\0")
+        except OSError:
+            pass  # no /proc on this system
+    return [sys.executable, *sys.argv]
+
+

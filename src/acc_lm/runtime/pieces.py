@@ -1,0 +1,279 @@
+"""Which part of which tensor lives on this process, for every engine: what checkpoints and exports are made of.
+
+Each tensor of a model, and of its optimizer's state, is seen as one-dimensional; a process owns contiguous pieces of it.
+All engines here shard in such a way, so one format serves them all: any engine writes, any engine reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+WEIGHT = "param"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of one named tensor, and of the optimizer's moments of the same shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    length: int
+    get: Callable[[str], Tensor]
+    """Kind -> 1-D tensor of `length` elements in full precision."""
+    put: Callable[[str, Tensor], None]
+    is_trained: bool = True
+    replica: tuple[int, int] = (0, 1)
+    """(which of the processes that hold this same piece, how many do)."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (WEIGHT, *MOMENTS) if self.is_trained else (WEIGHT,)
+
+    def share(self) -> tuple[int, int]:
+        """(first, past the last) element of the piece that this process writes: replicas share the work."""
+        index, count = self.replica
+        size = -(-self.length // count)
+        return min(index * size, self.length), min((index + 1) * size, self.length)
+
+
+def pieces_of(model: nn.Module, optimizer: Any) -> list[Piece]:
+    """The pieces of a prepared model and its optimizer on this process."""
+    from acc_lm.runtime.engines import bare_model, is_deepspeed
+
+    inner = getattr(optimizer, "optimizer", optimizer)
+    named = list(bare_model(model).named_parameters())
+    if not is_deepspeed(model):
+        return list(_torch_pieces(named, inner))
+    if hasattr(inner, "fp32_partitioned_groups_flat"):
+        return list(_zero3_pieces(named))
+    return list(_zero12_pieces(named, inner))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+    """One process, DDP, FSDP2 and HSDP: torch's own optimizer, parameters whole or cut along their first dimension."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for name, parameter in named:
+        start, replica = 0, (rank, world)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+            if any(offset[1:]):
+                raise NotImplementedError(f"{name} is cut along another dimension than the first")
+            start = offset[0] * math.prod(parameter.shape[1:]) if offset else 0
+            coordinate = mesh.get_coordinate()
+            replica = (coordinate[0], mesh.size(0)) if mesh.ndim == 2 and coordinate else (0, 1)
+        length = _local(parameter).numel()
+        if length == 0:
+            continue
+
+        def view(kind: str, parameter: nn.Parameter = parameter) -> Tensor:
+            tensor = parameter if kind == WEIGHT else optimizer.state[parameter][kind]
+            return _local(tensor.detach()).view(-1)
+
+        def put(kind: str, values: Tensor, view: Callable[[str], Tensor] = view) -> None:
+            view(kind).copy_(values)
+
+        yield Piece(name, tuple(parameter.shape), start, length, view, put, parameter.requires_grad, replica)
+
+
+def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[Piece]:
+    """ZeRO-1 and 2: 16- or 32-bit weights on every process, fp32 weights and moments in flat partitions.
+
+    These are private attributes of DeepSpeed 0.19; its own `safe_get_full_optimizer_state` fails for all parameter
+    groups but the first.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, parameter in named:
+        shape = tuple(parameter.shape)
+        if not parameter.requires_grad:
+            flat = parameter.data.view(-1)
+            yield Piece(
+                name, shape, 0, flat.numel(), lambda _, flat=flat: flat, lambda _, v, flat=flat: flat.copy_(v), False, (rank, world)
+            )  # fmt: skip
+            continue
+        mapping = parameter._hp_mapping
+        if mapping is None:  # none of it on this process
+            continue
+
+        def view(kind: str, mapping: Any = mapping) -> Tensor:
+            flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+            tensor = flat.detach() if kind == WEIGHT else optimizer.optimizer.state[flat][kind]
+            address = mapping.hp_fragment_address
+            part: Tensor = tensor.narrow(0, address.start, address.numel)
+            return part
+
+        def put(kind: str, values: Tensor, view: Callable[[str], Tensor] = view) -> None:
+            view(kind).copy_(values)
+
+        address = mapping.lp_fragment_address
+        yield Piece(name, shape, address.start, address.numel, view, put)
+
+
+def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
+    """ZeRO-3: every parameter cut into equal shares, the last one padded."""
+    from deepspeed.utils import (
+        safe_get_local_fp32_param,
+        safe_get_local_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+
+    rank = dist.get_rank()
+    for name, parameter in named:
+        padded = parameter.ds_tensor.numel()
+        start = rank * padded
+        length = min(padded, parameter.ds_numel - start)
+        if length <= 0:
+            continue
+
+        def get(kind: str, parameter: Any = parameter, length: int = length) -> Tensor:
+            if not parameter.requires_grad:
+                return parameter.ds_tensor.data[:length]
+            whole = (
+                safe_get_local_fp32_param(parameter)
+                if kind == WEIGHT
+                else safe_get_local_optimizer_state(parameter, kind)
+            )
+            part: Tensor = whole.detach().view(-1)[:length]
+            return part
+
+        def put(
+            kind: str, values: Tensor, parameter: Any = parameter, padded: int = padded, length: int = length
+        ) -> None:
+            if not parameter.requires_grad:
+                parameter.ds_tensor.data[:length].copy_(values)
+                return
+            if padded != length:
+                values = torch.cat([values, values.new_zeros(padded - length)])
+            if kind == WEIGHT:
+                safe_set_local_fp32_param(parameter, values)
+            else:
+                safe_set_local_optimizer_state(parameter, values, kind)
+
+        yield Piece(name, tuple(parameter.ds_shape), start, length, get, put, parameter.requires_grad)
+
+
+def full_precision(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
+    """Type in which the engine keeps what it updates: DeepSpeed holds fp32 weights beside those it computes with."""
+    from acc_lm.runtime.engines import is_deepspeed
+
+    return torch.float32 if is_deepspeed(model) and parameter.requires_grad else parameter.dtype
+
+
+# --- the optimizer's state as a whole ------------------------------------------------------------------------------
+
+
+def _state_tensors(optimizer: Any) -> tuple[Any, list[Tensor]]:
+    """(the torch or CPU optimizer inside, the tensors that it holds state for)."""
+    wrapped = getattr(optimizer, "optimizer", optimizer)
+    if hasattr(wrapped, "fp32_partitioned_groups_flat"):
+        return wrapped.optimizer, list(wrapped.fp32_partitioned_groups_flat)
+    if hasattr(wrapped, "single_partition_of_fp32_groups"):
+        return wrapped.optimizer, list(wrapped.single_partition_of_fp32_groups)
+    return wrapped, [p for group in wrapped.param_groups for p in group["params"]]
+
+
+def count_updates(optimizer: Any) -> int:
+    """Updates that the optimizer has made, which its bias correction depends on."""
+    inner, tensors = _state_tensors(optimizer)
+    counts = {int(float(inner.state[t]["step"])) for t in tensors if t in inner.state and "step" in inner.state[t]}
+    return counts.pop() if counts else 0
+
+
+def start_state(optimizer: Any, num_updates: int) -> None:
+    """Give the optimizer the state it would have after `num_updates`, with moments still to be filled in."""
+    inner, tensors = _state_tensors(optimizer)
+    of_torch = isinstance(inner, torch.optim.AdamW)
+    for group in inner.param_groups:
+        group.setdefault("step", num_updates) if not of_torch else None
+    on_device = {id(p): group.get("fused") or group.get("capturable") for group in inner.param_groups for p in group["params"]}
+    for tensor in tensors:
+        step: Any = num_updates
+        if of_torch:
+            where = _local(tensor).device if on_device.get(id(tensor)) else "cpu"
+            step = torch.tensor(float(num_updates), device=where)
+        inner.state[tensor] = {
+            "step": step,
+            **{kind: torch.zeros_like(tensor.detach()) for kind in MOMENTS},
+        }
+    if hasattr(inner, "ds_opt_adam"):
+        # Its C++ side keeps beta^t as a running product: replay the updates on one element that nobody sees.
+        group = inner.param_groups[0]
+        nothing = [torch.zeros(1) for _ in range(4)]
+        for i in range(1, num_updates + 1):
+            inner.ds_opt_adam.adam_update(inner.opt_id, i, 0.0, *group["betas"], group["eps"], 0.0, True, *nothing)
+
+
+def publish_weights(model: nn.Module) -> None:
+    """After weights were put: make the engine compute with them."""
+    from acc_lm.runtime.engines import is_deepspeed
+
+    if not is_deepspeed(model):
+        return
+    optimizer: Any = model.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    else:
+        optimizer.update_lp_params()
+
+
+# --- whole tensors, one at a time ----------------------------------------------------------------------------------
+
+
+def gather_tensor(accelerator: Accelerator, pieces: list[Piece], kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The whole tensor that these pieces (all of one name; none where a process has none of it) are parts of.
+
+    Bit for bit: processes add bytes, and all but one of them add zero. Every process calls.
+    """
+    whole = torch.zeros(math.prod(shape), dtype=dtype, device=accelerator.device)
+    for piece in pieces:
+        first, last = piece.share()
+        whole[piece.start + first : piece.start + last] = piece.get(kind)[first:last]
+    if accelerator.num_processes > 1:
+        dist.all_reduce(whole.view(torch.uint8))
+    return whole.view(shape)
+
+
+def broadcast_weights(
+    accelerator: Accelerator,
+    pieces: list[Piece],
+    names: list[str],
+    tensors: list[Tensor],
+    shapes: list[tuple[int, ...]],
+) -> None:
+    """Put the main process's weights into everybody's pieces, one tensor at a time."""
+    by_name: dict[str, list[Piece]] = {name: [] for name in names}
+    for piece in pieces:
+        by_name[piece.name].append(piece)
+    for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+        whole = (
+            tensor.to(accelerator.device)
+            if accelerator.is_main_process
+            else torch.empty(shape, dtype=tensor.dtype, device=accelerator.device)
+        )
+        dist.broadcast(whole, 0)
+        for piece in by_name[name]:
+            piece.put(WEIGHT, whole.view(-1)[piece.start : piece.start + piece.length].float())

@@ -1,0 +1,226 @@
+"""Two machines train what one trains: two launchers, each in a network of its own, joined by a cable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import LAUNCH_VARIABLES, ROOT, run_training
+
+BIN = Path(sys.executable).parent
+CONFIGS = ROOT / "accelerate_configs"
+TIMED = ("train/tokens_per_second", "train/memory_gb")
+
+
+class Nodes:
+    """Two machines as far as the network goes: namespaces `names` with one address each, or this machine twice."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.main_address = "10.77.0.1" if names else "127.0.0.1"
+        self.port = "29500" if names else free_port()
+
+    def start(self, command: list[str], rank: int, output: Path) -> subprocess.Popen[bytes]:
+        inside = ["ip", "netns", "exec", self.names[rank]] if self.names else []
+        environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
+        environment["OMP_NUM_THREADS"] = "1"
+        if self.names:  # the machines share a hostname here, so gloo could not find its own address by looking it up
+            environment["GLOO_SOCKET_IFNAME"] = "eth0"
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                [*inside, str(BIN / command[0]), *command[1:]],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def bytes_received(self, rank: int) -> int | None:
+        """What came in through the cable so far; None where there is none."""
+        if not self.names:
+            return None
+        shown = run_ip("-json", "-statistics", "-netns", self.names[rank], "link", "show", "eth0")
+        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
+
+
+def run_ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with an end of one cable each; gone afterwards, and so is every process in them."""
+    mark = f"acc-lm-{os.getpid()}-{secrets.token_hex(3)}"
+    names = (f"{mark}-0", f"{mark}-1")
+    try:
+        for name in names:
+            run_ip("netns", "add", name)
+        run_ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            run_ip("-netns", name, "address", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                run_ip("-netns", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                for pid in run_ip("netns", "pids", name).split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), 9)
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                run_ip("netns", "delete", name)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with contextlib.ExitStack() as stack:
+        try:
+            names: tuple[str, ...] = stack.enter_context(two_networks())
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip()
+            warnings.warn(f"no network namespaces ({reason}): both machines are 127.0.0.1", stacklevel=1)
+            names = ()
+        yield Nodes(names)
+
+
+def train_on(nodes: Nodes, commands: list[list[str]], folder: Path, timeout: float = 180) -> list[str]:
+    """Run one launcher per machine to its end; what each printed."""
+    files = [folder / f"output-{rank}" for rank in range(len(commands))]
+    launchers = [nodes.start(command, rank, files[rank]) for rank, command in enumerate(commands)]
+    end = time.monotonic() + timeout
+    try:
+        # When one has failed, the others need not be waited for.
+        while None in (codes := [launcher.poll() for launcher in launchers]) and not any(codes):
+            assert time.monotonic() < end, f"not done after {timeout} s"
+            time.sleep(0.05)
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.terminate()  # which ends its workers; a kill would leave them behind
+        for launcher in launchers:
+            launcher.wait(timeout=40)
+    outputs = [file.read_text(errors="replace") for file in files]
+    assert codes == [0] * len(commands), "\n".join(outputs)
+    return outputs
+
+
+def by_accelerate(nodes: Nodes, config: str, num_processes: int, arguments: list[str]) -> list[list[str]]:
+    return [
+        ["accelerate", "launch", "--config_file", str(CONFIGS / config), "--num_machines", "2",
+         "--num_processes", str(num_processes), "--machine_rank", str(rank),
+         "--main_process_ip", nodes.main_address, "--main_process_port", nodes.port, "train.py", *arguments]
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def by_torchrun(nodes: Nodes, num_processes: int, arguments: list[str]) -> list[list[str]]:
+    return [
+        ["torchrun", "--nnodes", "2", "--nproc_per_node", str(num_processes // 2), "--node_rank", str(rank),
+         "--master_addr", nodes.main_address, "--master_port", nodes.port, "train.py", *arguments]
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """What was learned, without what depends on the clock and the machine."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def on_one_machine(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of two processes on one machine."""
+    output_dir = tmp_path_factory.mktemp("one-machine") / "run"
+    run_training(["--config", str(tiny_recipe), f"output_dir={output_dir}"], num_processes=2)
+    return metrics(output_dir)
+
+
+def check_run(output_dir: Path, outputs: list[str], strategy: str, num_processes: int) -> None:
+    environment = json.loads((output_dir / "environment.json").read_text())
+    assert (environment["strategy"], environment["num_processes"]) == (strategy, num_processes)
+    assert json.loads((output_dir / "summary.json").read_text())["status"] == "completed"
+    assert "step 6/6" in outputs[0]
+    assert "step 6/6" not in outputs[1], "only the first machine speaks"
+
+
+# (config, strategy, processes over both machines)
+LAUNCHES = [("multi_node_ddp.yaml", "ddp", 2), ("multi_node_hsdp.yaml", "hsdp", 4)]
+
+
+@pytest.mark.parametrize(("config", "strategy", "num_processes"), LAUNCHES, ids=[row[0] for row in LAUNCHES])
+def test_accelerate_launch_on_two_machines_learns_what_one_machine_learns(
+    config: str,
+    strategy: str,
+    num_processes: int,
+    nodes: Nodes,
+    tiny: list[str],
+    tmp_path: Path,
+    on_one_machine: list[dict[str, Any]],
+) -> None:
+    outputs = train_on(nodes, by_accelerate(nodes, config, num_processes, tiny), tmp_path)
+    check_run(tmp_path / "run", outputs, strategy, num_processes)
+    learned = metrics(tmp_path / "run")
+    if (strategy, num_processes) == ("ddp", 2):
+        assert learned == on_one_machine
+    assert learned == [pytest.approx(line, rel=1e-5) for line in on_one_machine]
+    check_wire(nodes)
+
+
+def test_torchrun_on_two_machines_learns_what_one_machine_learns(
+    nodes: Nodes, tiny: list[str], tmp_path: Path, on_one_machine: list[dict[str, Any]]
+) -> None:
+    outputs = train_on(nodes, by_torchrun(nodes, 2, tiny), tmp_path)
+    check_run(tmp_path / "run", outputs, "ddp", 2)
+    assert metrics(tmp_path / "run") == on_one_machine
+    check_wire(nodes)
+
+
+def test_the_page_shows_the_commands_that_ran_here() -> None:
+    page = (ROOT / "docs/several_nodes.md").read_text().splitlines()
+    nodes = Nodes(())
+    for command in (by_accelerate(nodes, "multi_node_ddp.yaml", 2, [])[0], by_torchrun(nodes, 2, [])[0]):
+        (shown,) = [line.split() for line in page if line.startswith(command[0])]
+        assert [word for word in shown[: shown.index("train.py")] if word.startswith("--")] == [
+            word for word in command if word.startswith("--")
+        ]
+
+
+def check_wire(nodes: Nodes) -> None:
+    """Each machine received at least the gradients of 6 steps: 12,912 parameters of 4 bytes each."""
+    for rank in range(len(nodes.names)):
+        received = nodes.bytes_received(rank)
+        assert received is not None
+        assert received > 6 * 12_912 * 4
+
+
+def test_no_network_is_left_behind() -> None:
+    """Also after a failure in the middle."""
+    names: tuple[str, ...] = ()
+    try:
+        with contextlib.suppress(ZeroDivisionError), two_networks() as names:
+            sleeper = subprocess.Popen(["ip", "netns", "exec", names[0], "sleep", "60"])
+            assert set(names) <= set(run_ip("netns", "list").replace("(", " ").split())
+            raise ZeroDivisionError
+    except (OSError, subprocess.SubprocessError):
+        warnings.warn("no network namespaces here, so none to leave behind", stacklevel=1)
+        return
+    assert sleeper.wait(timeout=10) == -9
+    assert not set(names) & set(run_ip("netns", "list").split())

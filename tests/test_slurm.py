@@ -1,0 +1,278 @@
+"""The SLURM job script, run under stand-ins for srun, scontrol and scancel: every node is this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import LAUNCH_VARIABLES, ROOT, run_training
+
+TIMED = ("train/tokens_per_second", "train/memory_gb")
+
+STAND_IN = f"""#!{sys.executable}
+import json, os, signal, subprocess, sys
+from pathlib import Path
+
+program, *arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
+state = Path(os.environ["STAND_IN_STATE"])
+with open(state / "calls", "a") as calls:
+    print(json.dumps([program, *arguments]), file=calls)
+
+
+def srun():
+    options = []
+    while arguments[0].startswith("--"):
+        options.append(arguments.pop(0))
+    assert "--ntasks-per-node=1" in options, options
+    tasks = [
+        subprocess.Popen(arguments, env=os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}})
+        for node in range(int(os.environ["SLURM_NNODES"]))
+    ]
+
+    def kill_tasks(*_):  # what the real one does
+        print("srun: forcing job termination", file=sys.stderr)
+        for task in tasks:
+            task.kill()
+
+    signal.signal(signal.SIGTERM, kill_tasks)
+    (state / "tasks").write_text(json.dumps([task.pid for task in tasks]))
+    sys.exit(max(task.wait() for task in tasks))
+
+
+def scancel():  # a signal reaches every process of every task, not only the first of each
+    import psutil
+
+    assert arguments == ["--signal=TERM", os.environ["SLURM_JOB_ID"]], arguments
+    for pid in json.loads((state / "tasks").read_text()):
+        task = psutil.Process(pid)
+        for process in [task, *task.children(recursive=True)]:
+            process.send_signal(signal.SIGTERM)
+
+
+def scontrol():
+    if arguments == ["show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]:
+        for _ in range(int(os.environ["SLURM_NNODES"])):
+            print("127.0.0.1")
+    elif arguments == ["show", "job", "--oneliner", os.environ["SLURM_JOB_ID"]]:
+        print("JobId=1 JobName=acc-lm JobState=" + os.environ.get("STAND_IN_JOB_STATE", "RUNNING") + " Reason=None")
+    else:
+        assert arguments == ["requeue", os.environ["SLURM_JOB_ID"]], arguments
+
+
+globals()[program]()
+"""
+
+
+class Job:
+    """A job's environment, and what the stand-ins were asked."""
+
+    def __init__(self, folder: Path, num_nodes: int, processes_per_node: int) -> None:
+        binaries, self.state = folder / "bin", folder / "state"
+        binaries.mkdir()
+        self.state.mkdir()
+        for name in ("srun", "scontrol", "scancel"):
+            (binaries / name).write_text(STAND_IN)
+            (binaries / name).chmod(0o755)
+        self.environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)} | {
+            "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "STAND_IN_STATE": str(self.state),
+            "SLURM_JOB_ID": str(20_000 + free_port() - 10_000),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_NNODES": str(num_nodes),
+            "SLURM_GPUS_ON_NODE": str(processes_per_node),
+            "SLURM_CPUS_ON_NODE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", "slurm/train.sbatch", *overrides],
+            cwd=ROOT,
+            env=self.environment | {"RECIPE": str(recipe)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, recipe: Path, *overrides: str) -> tuple[int, str]:
+        return self.finish(self.start(recipe, *overrides))
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        try:
+            output, _ = process.communicate(timeout=180)
+        except subprocess.TimeoutExpired:
+            self.end_tasks()
+            raise
+        return process.returncode, output
+
+    def end_tasks(self) -> None:
+        """Leave nothing running behind a test that failed."""
+        subprocess.run([self.state.parent / "bin/scancel", "--signal=TERM", self.environment["SLURM_JOB_ID"]],
+                       env=self.environment, timeout=20, check=False)  # fmt: skip
+
+    def requeue(self, *arguments: str, **environment: str) -> str:
+        done = subprocess.run(
+            ["slurm/requeue.sh", *arguments],
+            cwd=ROOT,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def calls(self, program: str) -> list[list[str]]:
+        """What the stand-in for `program` was called with."""
+        file = self.state / "calls"
+        calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [arguments for name, *arguments in calls if name == program]
+
+    def requeues(self) -> int:
+        return sum(call[0] == "requeue" for call in self.calls("scontrol"))
+
+
+def free_port() -> int:
+    """One of those that the script gives to jobs."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+
+
+def summary_of(output_dir: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((output_dir / "summary.json").read_text())
+    return summary
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """What was learned, without what depends on the clock and the machine."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
+
+
+def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had_been(
+    tiny_recipe: Path, tmp_path: Path
+) -> None:
+    longer = ["training.max_steps=600", "training.eval_every=200", "training.log_every=50", "checkpoint.every=50"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    job = Job(tmp_path, num_nodes=2, processes_per_node=1)
+    process = job.start(tiny_recipe, *longer, f"output_dir={run}")
+    end = time.monotonic() + 90
+    while not (run / "checkpoints/step-00000050/manifest.json").exists():
+        if process.poll() is not None or time.monotonic() > end:
+            job.end_tasks()
+            pytest.fail(f"nothing was saved:\n{process.communicate(timeout=60)[0]}")
+        time.sleep(0.005)
+    process.send_signal(signal.SIGUSR1)  # only the shell gets it, as with --signal=B:USR1
+    code, output = job.finish(process)
+    assert code == 1, "the launcher's"
+    summary = summary_of(run)
+    assert (summary["status"], summary["exit_code"], summary["reason"]) == ("preempted", 75, "SIGTERM"), output
+    assert 50 <= summary["step"] < 600
+    assert output.endswith(f"requeued: the status of {run} is preempted\n")
+    assert job.requeues() == 1
+    assert len(job.calls("scancel")) == 1
+    assert json.loads((run / "environment.json").read_text())["num_processes"] == 2
+
+    code, output = job.run(tiny_recipe, *longer, f"output_dir={run}")
+    assert code == 0, output
+    assert summary_of(run)["status"] == "completed"
+    assert summary_of(run)["resumed_from"] == summary["last_checkpoint"]
+    assert output.endswith(f"not requeued: the status of {run} is completed\n")
+    assert job.requeues() == 1, "that of the first turn"
+
+    run_training(["--config", str(tiny_recipe), *longer, f"output_dir={whole}"], num_processes=2)
+    assert metrics(run) == metrics(whole)
+
+
+@pytest.mark.parametrize(("processes", "strategy"), [(1, "single"), (2, "ddp")])
+def test_a_job_on_one_node(processes: int, strategy: str, tiny_recipe: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=processes)
+    run = tmp_path / "run"
+    code, output = job.run(tiny_recipe, f"output_dir={run}")
+    assert code == 0, output
+    environment = json.loads((run / "environment.json").read_text())
+    assert (environment["strategy"], environment["num_processes"]) == (strategy, processes)
+    assert summary_of(run)["status"] == "completed"
+    assert job.requeues() == 0
+
+
+def test_a_recipe_error_is_not_requeued(tiny_recipe: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=2, processes_per_node=8)
+    code, output = job.run(tiny_recipe, "optimizer.learing_rate=1")
+    assert code == 2
+    assert output.splitlines() == [line for line in output.splitlines() if line.startswith("error: ")], output
+    assert "did you mean learning_rate?" in output
+    assert job.calls("srun") == [], "found before anything was started"
+    assert job.requeues() == 0
+
+
+def test_an_error_that_only_the_run_finds_is_not_requeued_either(tiny_recipe: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    run = tmp_path / "run"
+    code, output = job.run(tiny_recipe, f"output_dir={run}", "data.files=[/nowhere/*.txt]")
+    assert code == 3, output
+    assert output.endswith(f"not requeued: the status of {run} is data_error\n")
+    assert job.requeues() == 0
+
+
+STATUSES = {
+    "completed": False,
+    "config_error": False,
+    "data_error": False,
+    "environment_error": False,
+    "checkpoint_error": False,
+    "diverged": False,
+    "worker_lost": True,
+    "storage_error": False,
+    "out_of_memory": False,
+    "crash_loop": False,
+    "failed": False,
+    "preempted": True,
+    "interrupted": True,
+}
+
+
+def test_the_status_decides_who_gets_another_turn(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    assert job.requeue("--attempts", str(tmp_path)) == "0"
+    for status, goes_on in STATUSES.items():
+        before = job.requeues()
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status, "attempt": 3}))
+        says = job.requeue(str(tmp_path), "2")
+        assert says == f"{'requeued' if goes_on else 'not requeued'}: the status of {tmp_path} is {status}"
+        assert job.requeues() - before == goes_on
+    assert job.requeue("--attempts", str(tmp_path)) == "3"
+
+
+def test_an_old_summary_decides_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "preempted", "attempt": 3}))
+    assert job.requeue(str(tmp_path), "3").startswith("not requeued: "), "killed, nobody knows why"
+    assert job.requeue(str(tmp_path / "nothing"), "0").startswith("not requeued: ")
+    assert job.requeues() == 0
+    assert job.requeue("--stopped", str(tmp_path), "3").startswith("requeued: "), "killed, because its time was over"
+    assert job.requeues() == 1
+
+
+def test_a_cancelled_job_stays_cancelled(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "preempted", "attempt": 1}))
+    says = job.requeue(str(tmp_path), "0", STAND_IN_JOB_STATE="CANCELLED")
+    assert says == "not requeued: the job is not running any more, JobState=CANCELLED"
+    assert job.requeues() == 0
