@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
-def train(config: Config) -> int:
-    """Train as the recipe says; returns the exit code."""
+def train(config: Config, dry_run: bool = False) -> int:
+    """Train as the recipe says, or only try everything once; returns the exit code."""
     # Imported here and not above, so that --help and a misspelt key answer at once.
     from acc_lm import checkpoint, history, retention, runtime
     from acc_lm.console import Bar, closing_block, start_block
     from acc_lm.data import build_data, build_loader
+    from acc_lm.dry_run import try_everything
     from acc_lm.evaluation import EvaluationResult, evaluate_rows
     from acc_lm.export import export_model
     from acc_lm.model import build_empty_model, build_model, check_model
@@ -44,7 +45,7 @@ def train(config: Config) -> int:
     from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
 
-    training, output_dir = config.training, Path(config.output_dir)
+    training, output_dir, length = config.training, Path(config.output_dir), config.data.sequence_length
     open_output_dir(output_dir)
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config, output_dir)
@@ -52,7 +53,9 @@ def train(config: Config) -> int:
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
 
     # Where the last run stopped, if there was one
-    found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
+    found = retention.Found(None)
+    if not dry_run:
+        found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
@@ -60,14 +63,14 @@ def train(config: Config) -> int:
 
     # Text -> rows, after a look at whether the model can run at all
     tokenizer = load_tokenizer(config.tokenizer, config.model)
-    check_model(config.model, tokenizer, config.tokenizer.vocab_size, config.data.sequence_length)
+    check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, config.distributed.find_unused_parameters)
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
     order = RowOrder(config.seed, len(data.train), training.global_batch_size)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
     learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps)
 
     # Model and optimizer, spread over the hardware by `prepare`
-    tokenizer, length = data.tokenizer, config.data.sequence_length
+    tokenizer = data.tokenizer
     model, model_facts = runtime.initialise_once(
         accelerator,
         lambda: build_model(config.model, tokenizer, length, config.seed),
@@ -85,26 +88,27 @@ def train(config: Config) -> int:
         saved = found.checkpoint.folder
         notes.append(f"resumed from {saved} at step {progress.step}")
     resumed_from, first_tokens = saved, progress.tokens
-    if is_main:
+    if is_main and not dry_run:
         retention.set_aside(output_dir, found)
         history.keep_until(output_dir, progress.step)
         (output_dir / "config.yaml").write_text(dump_config(config))
         write_json(output_dir / "environment.json", runtime.environment(identity))
     tracking = Tracking(accelerator)
-    tracking.start(config, output_dir)
+    if not dry_run:
+        tracking.start(config, output_dir)
     accelerator.print(
         start_block(config, identity, model_facts, data, num_steps, tracking.description), *notes, sep="\n"
     )
+    if dry_run:
+        try_everything(accelerator, model, optimizer, data, order, config)
+        runtime.close(accelerator)
+        return 0
 
     # The loop
     micro_batches = MicroBatches(
-        order,
-        micro_batch_size=micro_batch_size,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        first_step=progress.step + 1,
-        last_step=num_steps,
-    )
+        order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
+        num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=num_steps,
+    )  # fmt: skip
     loader = build_loader(
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
@@ -142,18 +146,13 @@ def train(config: Config) -> int:
             learning_rate = learning_rate_at(step)
             set_learning_rate(optimizer, learning_rate)
             outcome = train_step(
-                accelerator,
-                model,
-                optimizer,
-                batches,
-                step=step,
-                seed=config.seed,
-                num_targets=data.train.count_targets(rows),
-                max_grad_norm=config.optimizer.max_grad_norm,
-                watch=watch,
-            )
+                accelerator, model, optimizer, batches, step=step, seed=config.seed,
+                num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, watch=watch,
+            )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
             bar.advance()
+            if is_due(step, config.distributed.check_parameters_every, 0):
+                runtime.check_replicas(accelerator, model, step)
             stop = stop_request.agreed() if step < num_steps else None
             result = None
 
@@ -240,8 +239,11 @@ def main(arguments: list[str]) -> int:
     """Parse, train, and turn every way to end into its exit code and its `summary.json`."""
     config, status, code, reason = None, "failed", 1, ""
     try:
-        config = parse_train_arguments(arguments, DEFAULT_RECIPE)
-        return train(config) if config else 0
+        parsed = parse_train_arguments(arguments, DEFAULT_RECIPE)
+        if parsed is None:
+            return 0
+        config, dry_run = parsed
+        return train(config, dry_run)
     except UserError as error:
         status, code, reason = error.status, error.exit_code, str(error)
         print_problems(error)

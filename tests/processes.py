@@ -148,7 +148,9 @@ def run_training(
     return finished
 
 
-def run_everywhere(function: Callable[[], Any], num_processes: int = 1, timeout: float = 120) -> list[Any]:
+def run_everywhere(
+    function: Callable[[], Any], num_processes: int = 1, timeout: float = 120, environment: dict[str, str] | None = None
+) -> list[Any]:
     """Call `function` in each of `num_processes` processes that can form a group; returns what each returned."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -156,7 +158,7 @@ def run_everywhere(function: Callable[[], Any], num_processes: int = 1, timeout:
             value = function()
             Path(folder, os.environ.get("RANK", "0")).write_bytes(pickle.dumps(value))
 
-        finished = Launch(store, num_processes).wait(timeout)
+        finished = Launch(store, num_processes, environment).wait(timeout)
         assert finished.codes == [0] * num_processes, "\n".join(finished.outputs)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_processes)]
 

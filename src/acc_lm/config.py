@@ -273,8 +273,16 @@ class DistributedConfig(Section):
     """Tell DDP that every step uses the same parameters."""
     comm_hook: Literal["none", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "none"
     """Compression of the gradient all-reduce; changes the numbers, except none."""
+    comm_hook_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Of the PowerSGD hooks, by torch's names: matrix_approximation_rank, start_powerSGD_iter, ..."""
+    broadcast_buffers: bool = True
+    """DDP copies the main process's buffers to all before each forward."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """Of the process group; null: nccl on GPUs, gloo on CPUs."""
     timeout_seconds: PositiveInt = 600
     """How long a process waits for the others in a collective."""
+    check_parameters_every: PositiveInt | None = None
+    """Compare checksums of the processes' copies of the weights, period in steps; reads all weights."""
 
 
 class Config(Section):

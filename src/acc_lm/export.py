@@ -49,7 +49,7 @@ def export_model(
     folder = output_dir / "final"
     work = output_dir / "tmp-final"
     bare: Any = bare_model(model)
-    weights = _whole_weights(accelerator, model, optimizer)
+    weights = whole_weights(accelerator, model, optimizer)
 
     def write() -> None:
         shutil.rmtree(work, ignore_errors=True)
@@ -68,7 +68,7 @@ def export_model(
     return folder
 
 
-def _whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Full-precision weights and buffers under the model's own names, on the main process; empty on the others.
 
     Gathered one by one, so only the main process ever holds them all.

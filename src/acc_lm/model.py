@@ -151,14 +151,21 @@ def _fit_to_recipe(
 
 
 def check_model(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, sequence_length: int
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    sequence_length: int,
+    may_be_unused: bool = False,
 ) -> None:
     """Before any text is read: can this model be built, and run one row?
 
-    The forward pass runs on the meta device, so it costs neither memory nor time.
+    It runs forward and backward on the meta device, which costs neither memory nor time.
+
+    Args:
+        may_be_unused: parameters that no loss depends on are no mistake.
 
     Raises:
-        ConfigError: with what the model's own code says.
+        ConfigError: with what the model's own code says, or with the parameters that would never get a gradient.
     """
     from transformers import AutoModelForCausalLM
 
@@ -178,11 +185,19 @@ def check_model(
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
         _do_not_look_for_padding(model)
         try:
-            model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+            logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits
+            logits.sum().backward()
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error):
                 raise
-            # This architecture looks into tensors; `build_model` runs it for real.
+            unused = []  # this architecture looks into tensors; `build_model` runs it for real
+    if unused and not may_be_unused:
+        raise ConfigError(
+            f"{what} must use all of its parameters, got no gradient for {', '.join(unused[:3])}"
+            f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}; they would never be trained: "
+            "choose another model, or set distributed.find_unused_parameters=true"
+        )
 
 
 @contextlib.contextmanager

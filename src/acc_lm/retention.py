@@ -1,8 +1,8 @@
 """The checkpoints of a run on disk: which are whole, which one to go on from, which ones to keep.
 
-    checkpoints/step-00000200/   a checkpoint, see checkpoint.py
-    checkpoints/latest, best     relative links, for people
-    checkpoints/aside-*          what a resumed run did not go on from; never deleted, never found again
+checkpoints/step-00000200/   a checkpoint, see checkpoint.py
+checkpoints/latest, best     relative links, for people
+checkpoints/aside-*          what a resumed run did not go on from; never deleted, never found again
 """
 
 from __future__ import annotations
@@ -143,19 +143,19 @@ def _find(output_dir: Path, resume: str) -> Found:
         started_from = str(path.resolve())
         # A path starts a run; typed again, the same command goes on with what it started.
         for _, folder in folders:
-            if _problem_with(folder) is None and _open(folder).state["started_from"] == started_from:
-                return Found(_open(folder), started_from)
+            if _problem_with(folder) is None and open_checkpoint(folder).state["started_from"] == started_from:
+                return Found(open_checkpoint(folder), started_from)
         problem = _problem_with(path)
         if problem:
             raise CheckpointError(
                 f"checkpoint.resume must be a checkpoint folder, got {resume}: {problem}; name a step-* folder"
             )
-        return Found(_open(path), started_from)
+        return Found(open_checkpoint(path), started_from)
     damaged: list[tuple[Path, str]] = []
     for _, folder in folders:
         problem = _problem_with(folder)
         if problem is None:
-            checkpoint = _open(folder)
+            checkpoint = open_checkpoint(folder)
             return Found(checkpoint, checkpoint.state["started_from"], tuple(damaged))
         damaged.append((folder, problem))
     if damaged:
@@ -166,7 +166,7 @@ def _find(output_dir: Path, resume: str) -> Found:
     return Found(None)
 
 
-def _open(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder.resolve(), json.loads((folder / STATE).read_text()))
 
 

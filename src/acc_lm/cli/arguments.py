@@ -10,11 +10,11 @@ from acc_lm.config import Config
 from acc_lm.errors import ConfigError
 from acc_lm.recipe import FOREIGN_NAMES, dump_config, help_text, load_config
 
-USAGE = "train.py [--config FILE] [--print-config] [section.key=value ...]"
+USAGE = "train.py [--config FILE] [--dry-run] [--print-config] [section.key=value ...]"
 
 
-def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> Config | None:
-    """The recipe of this command line; None when it only asked for text, which was printed.
+def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tuple[Config, bool] | None:
+    """The recipe of this command line and whether to try it only; None when it asked for text, which was printed.
 
     Raises:
         ConfigError: an argument that is not one, or any problem of the recipe.
@@ -34,6 +34,11 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> Con
         "--print-config", action="store_true", help="print the resolved recipe, which reproduces the run, and exit"
     )
     parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="one step, one evaluation, one save and one load on this launch's engine, then exit; nothing is kept",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe; the last one wins"
     )
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
@@ -44,7 +49,7 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> Con
     if known.print_config:
         print(dump_config(config), end="")
         return None
-    return config
+    return config, known.dry_run
 
 
 def _explain_option(option: str) -> str:
@@ -53,4 +58,4 @@ def _explain_option(option: str) -> str:
         hint = f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}=VALUE"
     else:
         hint = "keys are written without dashes, as section.key=value"
-    return f"command line: must be --config, --print-config or section.key=value, got {option!r}; {hint}"
+    return f"command line: must be --config, --dry-run, --print-config or section.key=value, got {option!r}; {hint}"

@@ -14,6 +14,7 @@ from acc_lm.runtime.ending import StopRequest, close, peak_memory_gb
 from acc_lm.runtime.engines import (
     GradientWatch,
     bare_model,
+    check_replicas,
     gather_objects,
     initialise_once,
     on_main,
@@ -43,6 +44,7 @@ __all__ = [
     "StopRequest",
     "bare_model",
     "build_accelerator",
+    "check_replicas",
     "close",
     "count_updates",
     "environment",

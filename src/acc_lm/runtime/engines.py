@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.data import Batch
-from acc_lm.errors import UserError
+from acc_lm.errors import DivergedError, UserError
 from acc_lm.runtime.launch import asked_strategy
 from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
 
@@ -152,6 +152,36 @@ def release_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
+def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> None:
+    """Compare checksums of what several processes hold in copy. Every process calls; reads all weights.
+
+    Raises:
+        DivergedError: the copies differ, which no correct run does: memory, driver or network.
+    """
+    import xxhash
+
+    mine: dict[str, str] = {}
+    for name, parameter in bare_model(model).named_parameters():
+        place = "whole"
+        tensor: Any = parameter.detach()
+        if hasattr(parameter, "device_mesh"):
+            coordinate = parameter.device_mesh.get_coordinate() or [0]
+            place, tensor = f"shard {coordinate[-1]}", tensor.to_local()
+        elif hasattr(parameter, "ds_tensor") and not getattr(parameter, "ds_persist", False):
+            continue  # every process has another part
+        values = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        mine[f"{place}/{name}"] = xxhash.xxh3_128(values.numpy()).hexdigest()
+    first: dict[str, tuple[int, str]] = {}
+    for process, digests in enumerate(gather_objects(accelerator, mine)):
+        for key, digest in digests.items():
+            owner, expected = first.setdefault(key, (process, digest))
+            if digest != expected:
+                raise DivergedError(
+                    f"parameters must be equal on every process, got another {key.partition('/')[2]} on process {process} "
+                    f"than on process {owner} after step {step}; nothing of this step was saved: look at the hardware"
+                )
+
+
 def is_deepspeed(model: nn.Module) -> bool:
     return type(model).__module__.startswith("deepspeed.")
 
@@ -200,7 +230,12 @@ class GradientWatch:
             gradients = [getattr(p.grad, "_local_tensor", p.grad) for _, p in self._named]
             zero = torch.zeros((), device=self._bad_device())
             norms = iter(torch._foreach_norm([g for g in gradients if g is not None], float("inf")))
-            bad = torch.stack([zero if g is None or g.numel() == 0 and next(norms) is None else next(norms).to(zero) for g in gradients])
+            bad = torch.stack(
+                [
+                    zero if g is None or g.numel() == 0 and next(norms) is None else next(norms).to(zero)
+                    for g in gradients
+                ]
+            )
             bad = ~bad.isfinite()
         self._first_bad = torch.where(self._has_bad, self._first_bad, bad)
         self._has_bad = self._has_bad | bad.any()

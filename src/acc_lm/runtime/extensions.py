@@ -63,7 +63,9 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
 
 def extensions_folder() -> Path:
     """By machine too: the code is compiled for this processor, and a home folder may be shared by different ones."""
-    versions = f"py{sys.version_info.major}{sys.version_info.minor}-torch{version('torch')}-deepspeed{version('deepspeed')}"
+    versions = (
+        f"py{sys.version_info.major}{sys.version_info.minor}-torch{version('torch')}-deepspeed{version('deepspeed')}"
+    )
     return cache_folder() / "torch_extensions" / f"{platform.node()}-{versions}"
 
 
@@ -101,7 +103,10 @@ def _build(name: str, root: Path, done: Path) -> None:
     for left in root.glob("tmp-*"):  # by builds that were killed
         if not psutil.pid_exists(int(left.name.removeprefix("tmp-"))):
             shutil.rmtree(left, ignore_errors=True)
-    print(f"building DeepSpeed's {name.removesuffix('Builder')} with the C++ compiler, once for this machine ...", file=sys.stderr)
+    print(
+        f"building DeepSpeed's {name.removesuffix('Builder')} with the C++ compiler, once for this machine ...",
+        file=sys.stderr,
+    )
     started = time.monotonic()
     code = f"from deepspeed.ops import op_builder; from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder({name!r}).load(verbose=False)"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -116,11 +121,17 @@ def _build(name: str, root: Path, done: Path) -> None:
         )
     except subprocess.CalledProcessError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        lines = [line for line in error.stderr.splitlines() if "error" in line.lower()] or error.stderr.splitlines()[-1:]
-        raise MachineError(f"DeepSpeed's {name} must build on this machine, got: {lines[0] if lines else 'no message'}") from None
+        lines = [line for line in error.stderr.splitlines() if "error" in line.lower()] or error.stderr.splitlines()[
+            -1:
+        ]
+        raise MachineError(
+            f"DeepSpeed's {name} must build on this machine, got: {lines[0] if lines else 'no message'}"
+        ) from None
     except subprocess.TimeoutExpired:
         shutil.rmtree(aside, ignore_errors=True)
-        raise MachineError(f"DeepSpeed's {name} must build within {BUILD_SECONDS} s, got none; look at the machine's load") from None
+        raise MachineError(
+            f"DeepSpeed's {name} must build within {BUILD_SECONDS} s, got none; look at the machine's load"
+        ) from None
     for built in aside.iterdir():
         target = root / built.name
         if not target.exists():

@@ -128,7 +128,9 @@ def _check_shards(
     if strategy in ("single", "ddp"):
         expected = num_parameters * num_processes
         if sum(kept) != expected:
-            raise MachineError(f"each process must hold the whole model under {strategy}, got {kept} of {num_parameters} parameters")
+            raise MachineError(
+                f"each process must hold the whole model under {strategy}, got {kept} of {num_parameters} parameters"
+            )
     elif num_processes > 1 and strategy in ("fsdp2", "hsdp"):
         if min(kept) >= num_parameters:
             raise MachineError(f"{strategy} must shard the parameters, got all {num_parameters} of them on a process")
@@ -136,9 +138,7 @@ def _check_shards(
         raise MachineError(f"{strategy} must shard the optimizer's state, got {updated} of {num_parameters} parameters")
 
 
-def _placement(
-    model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]
-) -> str:
+def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]) -> str:
     if strategy in ("single", "ddp"):
         return f"whole on each process: {num_parameters:,} parameters"
     if strategy in ("fsdp2", "hsdp"):
@@ -160,9 +160,7 @@ def _placement(
         "3": "optimizer state, gradients and parameters sharded",
     }[stage]
     places = "".join(f", {what} offloaded to {device}" for what, device in offload.items())
-    return (
-        f"{text}: {max(kept):,} of {num_parameters:,} parameters kept, {max(updated):,} updated on a process{places}"
-    )
+    return f"{text}: {max(kept):,} of {num_parameters:,} parameters kept, {max(updated):,} updated on a process{places}"
 
 
 def _reshards(model: Any) -> bool:
@@ -266,5 +264,3 @@ def _launch_command() -> list[str]:
         except OSError:
             pass  # no /proc on this system
     return [sys.executable, *sys.argv]
-
-

@@ -35,6 +35,11 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         ConfigError: the global batch does not divide over the processes.
     """
     training, distributed = config.training, config.distributed
+    if asked_strategy().startswith("deepspeed") and config.model.dtype != "float32":
+        raise MachineError(
+            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got "
+            f"{config.model.dtype}; for 16-bit compute use training.mixed_precision=bf16, for float64 another Accelerate config"
+        )
     has_accelerator = torch.accelerator.is_available() and not _flag("ACCELERATE_USE_CPU")
     _refuse_silent_single_process()
     check_config_file()
@@ -43,7 +48,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     precision = _checked_precision(training, has_accelerator)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
-    _refuse_what_a_cpu_cannot_do(distributed, strategy, num_processes, has_accelerator)
+    _refuse_what_a_cpu_cannot_do(distributed, strategy, has_accelerator)
     _, accumulation = split_global_batch(training, num_processes)
     _choose_port()
 
@@ -61,18 +66,27 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         gradient_as_bucket_view=distributed.gradient_as_bucket_view,
         bucket_cap_mb=distributed.bucket_cap_mb,
         static_graph=distributed.static_graph,
+        broadcast_buffers=distributed.broadcast_buffers,
         comm_hook=DDPCommunicationHookType("no" if distributed.comm_hook == "none" else distributed.comm_hook),
+        comm_state_option=distributed.comm_hook_arguments,
     )
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds))
+    if distributed.backend is not None and has_accelerator:
+        group.backend = distributed.backend
     keywords: dict[str, Any] = {"cpu": not has_accelerator}
     if strategy.startswith("deepspeed"):
         build_extensions(needs_cpu_adam=_offloads_optimizer(), needs_nvme=_needs_nvme(), on_cpu=not has_accelerator)
         keywords = {"deepspeed_plugin": _deepspeed_plugin(config, num_processes, precision, has_accelerator)}
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway
+        os.environ.pop(
+            "ACCELERATE_USE_CPU", None
+        )  # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway
         if not has_accelerator:
             group.backend = "gloo"  # else Accelerate counts one process and DeepSpeed all of them
     elif strategy in ("fsdp2", "hsdp"):
-        keywords |= {"fsdp_plugin": _fsdp_plugin(precision, has_accelerator), "parallelism_config": _mesh(num_processes)}
+        keywords |= {
+            "fsdp_plugin": _fsdp_plugin(precision, has_accelerator),
+            "parallelism_config": _mesh(num_processes),
+        }
     try:
         if strategy in ("fsdp2", "hsdp") and not has_accelerator:
             _shard_on_cpu(precision, keywords, group.to_kwargs())
@@ -222,12 +236,14 @@ def _refuse_missing_devices(has_accelerator: bool) -> None:
         )
 
 
-def _refuse_what_a_cpu_cannot_do(
-    distributed: DistributedConfig, strategy: str, num_processes: int, has_accelerator: bool
-) -> None:
-    if has_accelerator or strategy != "ddp":
+def _refuse_what_a_cpu_cannot_do(distributed: DistributedConfig, strategy: str, has_accelerator: bool) -> None:
+    if has_accelerator:
         return
-    if distributed.comm_hook in NCCL_ONLY_HOOKS:
+    if distributed.backend == "nccl":
+        raise MachineError(
+            "distributed.backend must be gloo or null on CPU processes, got nccl, which moves data between GPUs only; change it"
+        )
+    if strategy == "ddp" and distributed.comm_hook in NCCL_ONLY_HOOKS:
         raise MachineError(
             f"distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got "
             f"{distributed.comm_hook}, which only NCCL executes; change it for the rehearsal"
@@ -252,9 +268,7 @@ def _rendezvous_problem(error: str) -> str:
             "the firewall, and that machine 0 was started"
         )
     owner = _owner_of_port(os.environ.get("MASTER_PORT", ""))
-    return (
-        f"the rendezvous at {address} must be free, got: it is in use{owner}; choose another --main_process_port (0 picks one)"
-    )
+    return f"the rendezvous at {address} must be free, got: it is in use{owner}; choose another --main_process_port (0 picks one)"
 
 
 def _owner_of_port(port: str) -> str:
@@ -376,9 +390,7 @@ def _needs_nvme() -> bool:
     return "nvme" in _offload_devices()
 
 
-def _deepspeed_plugin(
-    config: Config, num_processes: int, precision: str, has_accelerator: bool
-) -> DeepSpeedPlugin:
+def _deepspeed_plugin(config: Config, num_processes: int, precision: str, has_accelerator: bool) -> DeepSpeedPlugin:
     """Accelerate's plugin, with everything that the recipe owns handed over from the recipe.
 
     Raises:
@@ -449,7 +461,9 @@ def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], prec
                 "precision is the recipe's (training.mixed_precision); set it to auto"
             )
     if settings.get("torch_autocast", {}).get("enabled"):
-        problems.append(f"{file}: torch_autocast must be left out; precision is the recipe's (training.mixed_precision)")
+        problems.append(
+            f"{file}: torch_autocast must be left out; precision is the recipe's (training.mixed_precision)"
+        )
     if problems:
         raise MachineError(*problems)
 
@@ -461,7 +475,10 @@ def launch_notes(config: Config) -> list[str]:
     _, accumulation = split_global_batch(config.training, int(os.environ.get("WORLD_SIZE", "1")))
     asked = {
         "gradient_accumulation_steps": (os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"), accumulation),
-        "gradient_clipping": (os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto"), config.optimizer.max_grad_norm or 0),
+        "gradient_clipping": (
+            os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto"),
+            config.optimizer.max_grad_norm or 0,
+        ),
     }
     return [
         f"{key} {value} of the Accelerate config is overruled: the recipe makes it {ours}"

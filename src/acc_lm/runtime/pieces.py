@@ -103,6 +103,7 @@ def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Ite
     groups but the first.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
+    flats = _flat_partitions(optimizer) or []
     for name, parameter in named:
         shape = tuple(parameter.shape)
         if not parameter.requires_grad:
@@ -116,7 +117,7 @@ def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Ite
             continue
 
         def view(kind: str, mapping: Any = mapping) -> Tensor:
-            flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+            flat = flats[mapping.param_group_index]
             tensor = flat.detach() if kind == WEIGHT else optimizer.optimizer.state[flat][kind]
             address = mapping.hp_fragment_address
             part: Tensor = tensor.narrow(0, address.start, address.numel)
@@ -127,6 +128,14 @@ def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Ite
 
         address = mapping.lp_fragment_address
         yield Piece(name, shape, address.start, address.numel, view, put)
+
+
+def _flat_partitions(optimizer: Any) -> list[Tensor] | None:
+    """This process's share of all weights in full precision, one tensor for each parameter group, as DeepSpeed names it."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return None
 
 
 def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
@@ -186,10 +195,9 @@ def full_precision(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
 def _state_tensors(optimizer: Any) -> tuple[Any, list[Tensor]]:
     """(the torch or CPU optimizer inside, the tensors that it holds state for)."""
     wrapped = getattr(optimizer, "optimizer", optimizer)
-    if hasattr(wrapped, "fp32_partitioned_groups_flat"):
-        return wrapped.optimizer, list(wrapped.fp32_partitioned_groups_flat)
-    if hasattr(wrapped, "single_partition_of_fp32_groups"):
-        return wrapped.optimizer, list(wrapped.single_partition_of_fp32_groups)
+    flats = _flat_partitions(wrapped)
+    if flats is not None:
+        return wrapped.optimizer, flats
     return wrapped, [p for group in wrapped.param_groups for p in group["params"]]
 
 
@@ -206,7 +214,9 @@ def start_state(optimizer: Any, num_updates: int) -> None:
     of_torch = isinstance(inner, torch.optim.AdamW)
     for group in inner.param_groups:
         group.setdefault("step", num_updates) if not of_torch else None
-    on_device = {id(p): group.get("fused") or group.get("capturable") for group in inner.param_groups for p in group["params"]}
+    on_device = {
+        id(p): group.get("fused") or group.get("capturable") for group in inner.param_groups for p in group["params"]
+    }
     for tensor in tensors:
         step: Any = num_updates
         if of_torch:
@@ -243,7 +253,9 @@ def publish_weights(model: nn.Module) -> None:
 # --- whole tensors, one at a time ----------------------------------------------------------------------------------
 
 
-def gather_tensor(accelerator: Accelerator, pieces: list[Piece], kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def gather_tensor(
+    accelerator: Accelerator, pieces: list[Piece], kind: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     """The whole tensor that these pieces (all of one name; none where a process has none of it) are parts of.
 
     Bit for bit: processes add bytes, and all but one of them add zero. Every process calls.

@@ -1,0 +1,111 @@
+"""`train.py --dry-run`: everything a run will do, once, on the engine it will run on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from acc_lm.checkpoint import load_checkpoint, save_checkpoint, weights_digest
+from acc_lm.config import Config
+from acc_lm.data import build_loader
+from acc_lm.errors import CheckpointError
+from acc_lm.evaluation import evaluate_rows
+from acc_lm.optimizer import set_learning_rate
+from acc_lm.order import MicroBatches, RowOrder
+from acc_lm.progress import Progress
+from acc_lm.retention import open_checkpoint
+from acc_lm.runtime import GradientWatch, on_main, split_global_batch
+from acc_lm.step import in_steps, read_loss, train_step
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from acc_lm.data import Data
+
+
+def try_everything(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    data: Data,
+    order: RowOrder,
+    config: Config,
+) -> None:
+    """One step, one evaluation, one save, and one load after which every tensor is bit for bit what was saved.
+
+    Every process calls. Nothing is left on disk, and nothing that exists there is touched.
+
+    Raises:
+        CheckpointError: what was loaded is not what was saved.
+    """
+    work = Path(config.output_dir) / "dry-run"
+    progress = Progress()
+    micro_batch_size, accumulation = split_global_batch(config.training, accelerator.num_processes)
+    places = MicroBatches(
+        order,
+        micro_batch_size=micro_batch_size,
+        process=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        first_step=1,
+        last_step=2,
+    )
+    steps = in_steps(build_loader(data.train, places, 0, pin_memory=accelerator.device.type == "cuda"), accumulation)
+    watch = GradientWatch(accelerator, model)
+    saved: dict[str, Any] = {}
+
+    def timed(what: str, work: Callable[[], str]) -> None:
+        started = time.monotonic()
+        accelerator.print(f"dry run: {what:9}{work()}  ({time.monotonic() - started:.1f} s)")
+
+    def step(number: int) -> str:
+        nonlocal progress
+        rows = order.rows_at(number)
+        set_learning_rate(optimizer, config.optimizer.learning_rate)
+        outcome = train_step(
+            accelerator,
+            model,
+            optimizer,
+            next(steps),
+            step=number,
+            seed=config.seed,
+            num_targets=data.train.count_targets(rows),
+            max_grad_norm=config.optimizer.max_grad_norm,
+            watch=watch,
+        )
+        progress = progress.advance(rows, outcome.num_targets)
+        loss = read_loss(accelerator, outcome, watch)
+        return f"loss {loss:.4f}, gradient norm {float(outcome.grad_norm):.4f}"
+
+    def evaluate() -> str:
+        num_rows = micro_batch_size * accelerator.num_processes
+        return f"loss {evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows).loss:.4f} on {num_rows} rows"
+
+    def save() -> str:
+        saved["digest"] = weights_digest(accelerator, model, optimizer)
+        saved["folder"] = save_checkpoint(accelerator, work, model, optimizer, progress, config, data.key, None, None)
+        size = on_main(accelerator, lambda: sum(file.stat().st_size for file in saved["folder"].iterdir()))
+        return f"{size / 1e6:.1f} MB in {accelerator.num_processes} parts"
+
+    def load() -> str:
+        step(2)  # everything changes
+        if weights_digest(accelerator, model, optimizer) == saved["digest"]:
+            raise CheckpointError("a step must change the weights, got the same ones; look at optimizer.learning_rate")
+        load_checkpoint(accelerator, open_checkpoint(saved["folder"]), model, optimizer)
+        if weights_digest(accelerator, model, optimizer) != saved["digest"]:
+            raise CheckpointError("a loaded checkpoint must be what was saved, bit for bit, got other tensors")
+        return "after another step, every tensor is bit for bit what was saved"
+
+    try:
+        timed("step", lambda: step(1))
+        timed("evaluate", evaluate)
+        timed("save", save)
+        timed("load", load)
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(work, ignore_errors=True)
+    accelerator.print("dry run: everything works here; nothing was kept")
