@@ -76,8 +76,7 @@ def train(config: Config, dry_run: bool = False) -> int:
         lambda: build_model(config.model, tokenizer, length, config.seed),
         lambda facts: build_empty_model(config.model, tokenizer, length, facts),
     )
-    optimizer = build_optimizer(model, config.optimizer)
-    model, optimizer = runtime.prepare(accelerator, model, optimizer)
+    model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
     checkpoint.check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
@@ -113,7 +112,7 @@ def train(config: Config, dry_run: bool = False) -> int:
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
     runtime.warm_up(accelerator, model, data.train[0])
-    watch = runtime.GradientWatch(accelerator, model)
+    gradients = runtime.Gradients(accelerator, model)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> EvaluationResult:
@@ -147,7 +146,7 @@ def train(config: Config, dry_run: bool = False) -> int:
             set_learning_rate(optimizer, learning_rate)
             outcome = train_step(
                 accelerator, model, optimizer, batches, step=step, seed=config.seed,
-                num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, watch=watch,
+                num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
             )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
             bar.advance()
@@ -157,7 +156,7 @@ def train(config: Config, dry_run: bool = False) -> int:
             result = None
 
             if is_due(step, training.log_every, num_steps) or step == 1:
-                loss = read_loss(accelerator, outcome, watch)
+                loss = read_loss(accelerator, outcome, gradients)
                 now = time.monotonic()
                 metrics = {
                     "train/loss": loss,
@@ -185,7 +184,7 @@ def train(config: Config, dry_run: bool = False) -> int:
                     and retention.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
                 )
             ):
-                read_loss(accelerator, outcome, watch)  # what has diverged is not saved
+                read_loss(accelerator, outcome, gradients)  # what has diverged is not saved
                 eval_loss = result.loss if result else None
                 saved = checkpoint.save_checkpoint(
                     accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from
@@ -207,6 +206,7 @@ def train(config: Config, dry_run: bool = False) -> int:
         "best_checkpoint": retention.best_checkpoint(output_dir),
         "resumed_from": resumed_from,
         "eval_files": data.facts.eval_files,
+        "peak_memory_gb": runtime.gather_objects(accelerator, runtime.peak_memory_gb(accelerator.device)),
     }
     if stop:
         accelerator.print(

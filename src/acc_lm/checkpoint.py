@@ -300,7 +300,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
             file = stack.enter_context(safe_open(path, framework="pt"))
             starts = json.loads(file.metadata()["starts"])
             shapes |= json.loads(file.metadata()["shapes"])
-            for key in file.keys():
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
                 part = file.get_slice(key)
                 kind, _, name = key.partition("/")
                 parts.setdefault(key, []).append(
@@ -365,5 +365,5 @@ def weights_digest(accelerator: Accelerator, model: nn.Module, optimizer: Any, m
         for kind in piece.kinds if moments else (WEIGHT,):
             values = piece.get(kind).detach().cpu().contiguous()
             digest.update(f"{kind}/{piece.name}/{piece.start}".encode())
-            digest.update(values.view(torch.uint8).numpy())
+            digest.update(values.view(torch.uint8).numpy().data)
     return xxhash.xxh3_128("".join(gather_objects(accelerator, digest.hexdigest())).encode()).hexdigest()

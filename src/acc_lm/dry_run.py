@@ -19,7 +19,7 @@ from acc_lm.optimizer import set_learning_rate
 from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.progress import Progress
 from acc_lm.retention import open_checkpoint
-from acc_lm.runtime import GradientWatch, on_main, split_global_batch
+from acc_lm.runtime import Gradients, on_main, split_global_batch
 from acc_lm.step import in_steps, read_loss, train_step
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def try_everything(
         last_step=2,
     )
     steps = in_steps(build_loader(data.train, places, 0, pin_memory=accelerator.device.type == "cuda"), accumulation)
-    watch = GradientWatch(accelerator, model)
+    gradients = Gradients(accelerator, model)
     saved: dict[str, Any] = {}
 
     def timed(what: str, work: Callable[[], str]) -> None:
@@ -75,14 +75,14 @@ def try_everything(
             seed=config.seed,
             num_targets=data.train.count_targets(rows),
             max_grad_norm=config.optimizer.max_grad_norm,
-            watch=watch,
+            gradients=gradients,
         )
         progress = progress.advance(rows, outcome.num_targets)
-        loss = read_loss(accelerator, outcome, watch)
+        loss = read_loss(accelerator, outcome, gradients)
         return f"loss {loss:.4f}, gradient norm {float(outcome.grad_norm):.4f}"
 
     def evaluate() -> str:
-        num_rows = micro_batch_size * accelerator.num_processes
+        num_rows = config.training.global_batch_size
         return f"loss {evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows).loss:.4f} on {num_rows} rows"
 
     def save() -> str:

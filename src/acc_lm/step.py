@@ -17,7 +17,7 @@ from acc_lm.errors import DivergedError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from acc_lm.runtime import GradientWatch
+    from acc_lm.runtime import Gradients
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def train_step(
     seed: int,
     num_targets: int,
     max_grad_norm: float | None,
-    watch: GradientWatch | None = None,
+    gradients: Gradients,
 ) -> StepResult:
     """Accumulate over this process's micro-batches, clip and update.
 
@@ -53,8 +53,8 @@ def train_step(
         micro_batches: as many as `accelerator.gradient_accumulation_steps`.
         step: first = 1; with `seed` it decides the dropout masks, so that a resumed run draws the same ones.
         num_targets: in the global batch, over all processes.
-        max_grad_norm: None for no clipping. DeepSpeed clips inside `backward`, by the value it was handed.
-        watch: notes which gradients are not finite.
+        max_grad_norm: None for no clipping.
+        gradients: of this model.
     """
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(num_targets, 1)
     nll = torch.zeros((), device=accelerator.device)
@@ -66,16 +66,13 @@ def train_step(
             accelerator.backward(loss * scale)
             nll = nll + loss.detach()
             if accelerator.sync_gradients:
-                if watch is not None:
-                    watch.look()
-                norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
-                grad_norm = torch.as_tensor(norm, device=accelerator.device)
+                grad_norm = gradients.clip(max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
     return StepResult(nll, grad_norm, num_targets)
 
 
-def read_loss(accelerator: Accelerator, result: StepResult, watch: GradientWatch | None = None) -> float:
+def read_loss(accelerator: Accelerator, result: StepResult, gradients: Gradients) -> float:
     """Loss of the global batch, in nats per target; waits for the device. Every process calls.
 
     Raises:
@@ -84,7 +81,7 @@ def read_loss(accelerator: Accelerator, result: StepResult, watch: GradientWatch
     loss: float = accelerator.reduce(result.nll, reduction="sum").item() / max(result.num_targets, 1)
     norm = float(result.grad_norm)
     if not math.isfinite(loss) or (accelerator.scaler is None and not math.isfinite(norm)):
-        names = watch.names() if watch is not None else []
+        names = gradients.not_finite()
         first = f", first in the gradient of {names[0]} ({len(names)} parameters in all)" if names else ""
         raise DivergedError(
             f"the loss must stay finite, got loss {loss} and gradient norm {norm}{first}; lower optimizer.learning_rate or raise "

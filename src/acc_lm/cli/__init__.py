@@ -33,9 +33,29 @@ def main(arguments: list[str] | None = None) -> int:
         "format", choices=("schema", "markdown"), help="schema: recipes/schema.json; markdown: docs/recipe.md"
     )
 
+    parity = verbs.add_parser(
+        "parity", help="run one recipe through many Accelerate configs and compare the curves, step by step"
+    )
+    parity.add_argument(
+        "--config",
+        type=Path,
+        default=Path("recipes/quickstart.yaml"),
+        metavar="FILE",
+        help="recipe (default: quickstart)",
+    )
+    parity.add_argument(
+        "--cases",
+        default="",
+        metavar="NAME:N,...",
+        help="configs (names in accelerate_configs/, or files) and their numbers of processes; default: all that fit here",
+    )
+    parity.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps of each run (default 20)")
+    parity.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON beside it")
+    parity.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+
     known = parser.parse_args(arguments)
     try:
-        return {"generate": _generate, "recipe": _recipe}[known.verb](known)
+        return {"generate": _generate, "recipe": _recipe, "parity": _parity}[known.verb](known)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -68,3 +88,17 @@ def _recipe(known: argparse.Namespace) -> int:
 
     print(json_schema() if known.format == "schema" else markdown(), end="")
     return 0
+
+
+def _parity(known: argparse.Namespace) -> int:
+    from acc_lm.cli.parity import parity
+
+    if known.steps < 2:
+        raise ConfigError(f"--steps must be at least 2, got {known.steps}; change it")
+    root = Path.cwd()
+    if not (root / "train.py").is_file():
+        raise ConfigError(
+            f"acc-lm parity must be started beside train.py, got {root}; change into the project's folder"
+        )
+    cases = [case for case in known.cases.split(",") if case]
+    return parity(known.config, known.overrides, cases, known.steps, root, known.output)

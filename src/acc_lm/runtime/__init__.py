@@ -12,7 +12,7 @@ Everything else sees an `Accelerator` that is what the launch asked for, or an e
 
 from acc_lm.runtime.ending import StopRequest, close, peak_memory_gb
 from acc_lm.runtime.engines import (
-    GradientWatch,
+    Gradients,
     bare_model,
     check_replicas,
     gather_objects,
@@ -38,7 +38,7 @@ from acc_lm.runtime.pieces import (
 
 __all__ = [
     "WEIGHT",
-    "GradientWatch",
+    "Gradients",
     "Identity",
     "Piece",
     "StopRequest",

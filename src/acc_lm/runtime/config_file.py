@@ -234,7 +234,7 @@ def _launch_arguments() -> Namespace | None:
     """What was typed after `accelerate launch`, if that is what started this process."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by every launch, whatever the strategy
         return None
-    import psutil  # type: ignore[import-untyped]
+    import psutil
     from accelerate.commands.launch import launch_command_parser
 
     for process in psutil.Process().parents():

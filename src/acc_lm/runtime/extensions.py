@@ -7,6 +7,7 @@ build is made aside and renamed when it is whole, and a lock that nobody holds a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -16,7 +17,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from acc_lm.data import cache_folder
 from acc_lm.errors import MachineError
@@ -135,10 +136,8 @@ def _build(name: str, root: Path, done: Path) -> None:
     for built in aside.iterdir():
         target = root / built.name
         if not target.exists():
-            try:
+            with contextlib.suppress(OSError):  # another job was faster
                 built.rename(target)
-            except OSError:
-                pass  # another job was faster
     shutil.rmtree(aside, ignore_errors=True)
     done.touch()
     print(f"built in {time.monotonic() - started:.0f} s", file=sys.stderr)

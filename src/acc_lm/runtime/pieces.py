@@ -96,6 +96,15 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
         yield Piece(name, tuple(parameter.shape), start, length, view, put, parameter.requires_grad, replica)
 
 
+def _of(flat: Tensor) -> tuple[Callable[[str], Tensor], Callable[[str, Tensor], None]]:
+    """get and put of a tensor that has no optimizer state."""
+
+    def put(kind: str, values: Tensor) -> None:
+        flat.copy_(values)
+
+    return (lambda kind: flat), put
+
+
 def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[Piece]:
     """ZeRO-1 and 2: 16- or 32-bit weights on every process, fp32 weights and moments in flat partitions.
 
@@ -104,13 +113,12 @@ def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Ite
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     flats = _flat_partitions(optimizer) or []
+    parameter: Any
     for name, parameter in named:
         shape = tuple(parameter.shape)
         if not parameter.requires_grad:
             flat = parameter.data.view(-1)
-            yield Piece(
-                name, shape, 0, flat.numel(), lambda _, flat=flat: flat, lambda _, v, flat=flat: flat.copy_(v), False, (rank, world)
-            )  # fmt: skip
+            yield Piece(name, shape, 0, flat.numel(), *_of(flat), is_trained=False, replica=(rank, world))
             continue
         mapping = parameter._hp_mapping
         if mapping is None:  # none of it on this process
@@ -148,6 +156,7 @@ def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
     )
 
     rank = dist.get_rank()
+    parameter: Any
     for name, parameter in named:
         padded = parameter.ds_tensor.numel()
         start = rank * padded
@@ -157,7 +166,8 @@ def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
 
         def get(kind: str, parameter: Any = parameter, length: int = length) -> Tensor:
             if not parameter.requires_grad:
-                return parameter.ds_tensor.data[:length]
+                frozen: Tensor = parameter.ds_tensor.data[:length]
+                return frozen
             whole = (
                 safe_get_local_fp32_param(parameter)
                 if kind == WEIGHT
