@@ -1,15 +1,20 @@
 # make train   installs into .venv, then trains recipes/quickstart.yaml on whatever is there
 # make test    installs into .venv, then runs the whole test suite
+# make test-all, make parity, make memory: the sweeps
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint docs readme bench clean
+.PHONY: train test test-all lint docs readme parity memory bench clean
 
 train: .venv/installed
 	$(BIN)/python train.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The slow ones too.
+test-all: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -24,6 +29,13 @@ docs: .venv/installed
 # Runs the quickstart anew and puts what it printed into the README.
 readme: .venv/installed
 	$(BIN)/python docs/update_readme.py
+
+# The tables of docs/parity.md, by running every config.
+parity: .venv/installed
+	$(BIN)/acc-lm parity --output docs/parity.md
+
+memory: .venv/installed
+	$(BIN)/python benchmarks/memory.py docs/parity.md
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/loss_head.py

@@ -113,7 +113,7 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
             "mixed_precision": scenario.mixed_precision,
         },
         "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
-        "schedule": {"name": "cosine", "warmup_steps": 4},
+        "schedule": {"name": "cosine", "warmup_steps": min(4, scenario.steps)},
         "tracking": {"report_to": []},
     }  # fmt: skip
     for override in scenario.overrides:
@@ -244,6 +244,7 @@ class Faults:
                 future.set_result(bucket.buffer())
                 return future
 
+            keep.__annotations__ = {}  # torch reads types there, and these are not resolved yet
             model.register_comm_hook(None, keep)
 
     def other_order(self, process: int) -> int:

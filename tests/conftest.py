@@ -41,8 +41,11 @@ IMPORTED = (
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token rows of the tests, apart from the user's own."""
+    """Token rows of the tests, apart from the user's own; compiled extensions are kept from one test run to the next."""
     folder = tmp_path_factory.mktemp("cache")
+    compiled = processes.KEPT_CACHE / "torch_extensions"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (folder / "torch_extensions").symlink_to(compiled)
     os.environ["ACC_LM_CACHE"] = str(folder)
     return folder
 

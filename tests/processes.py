@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,9 +20,32 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+# Read before conftest.py gives the tests a cache of their own: a minute of compiling is not to be done in every test run.
+KEPT_CACHE = Path(os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm-tests").expanduser()
+GRACE_SECONDS = 20
 LAUNCH_VARIABLES = re.compile(
     r"^(ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|ACC_LM_CONFIG_FILE$|RANK$|WORLD_SIZE$|LOCAL_RANK$|LOCAL_WORLD_SIZE$|MASTER_|TORCHELASTIC_|OMP_NUM)"
 )
+
+
+def build_extensions_once() -> None:
+    """DeepSpeed's C++ extensions, before processes with a time limit wait for them; one test worker builds, others wait."""
+    from acc_lm.runtime.extensions import extensions_folder
+
+    compiled = KEPT_CACHE / "torch_extensions"
+    built = compiled / extensions_folder().name / "built-for-tests"
+    code = (
+        "import torch\n"
+        "from acc_lm.runtime.extensions import build_extensions, has_libaio\n"
+        "build_extensions(needs_cpu_adam=True, needs_nvme=has_libaio(), on_cpu=not torch.accelerator.is_available())"
+    )
+    with (compiled / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            environment = {key: value for key, value in os.environ.items() if not LAUNCH_VARIABLES.match(key)}
+            environment["ACC_LM_CACHE"] = str(KEPT_CACHE)
+            subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=1800)
+            built.touch()
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,8 @@ class Launch:
         self, function: Callable[[], int | None], num_processes: int = 1, environment: dict[str, str] | None = None
     ):
         self.folder = Path(tempfile.mkdtemp())
+        if (environment or {}).get("ACCELERATE_USE_DEEPSPEED") == "true":
+            build_extensions_once()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -108,14 +135,18 @@ class Launch:
                     done, status = os.waitpid(pid, os.WNOHANG)
                     if done:
                         codes[pid] = os.waitstatus_to_exitcode(status)
+                        if codes[pid]:  # a launcher would end the others
+                            end = min(end, time.monotonic() + GRACE_SECONDS)
             if time.monotonic() > end:
                 for pid in self.pids:
                     if pid not in codes:
                         os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
+                if any(codes.values()):
+                    break
                 raise TimeoutError(f"processes were still running after {timeout} s:\n" + "\n".join(self.outputs()))
             time.sleep(0.005)
-        return Finished([codes[pid] for pid in self.pids], self.outputs())
+        return Finished([codes.get(pid, -signal.SIGKILL) for pid in self.pids], self.outputs())
 
     def outputs(self) -> list[str]:
         files = [self.folder / f"output-{rank}" for rank in range(len(self.pids))]

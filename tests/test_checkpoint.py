@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_everywhere, run_training, start_training
+from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import wait_for
 
-from acc_lm.checkpoint import MANIFEST, STATE, TENSORS, _problem_with
+from acc_lm.retention import FORMAT, MANIFEST, STATE, _problem_with
+
+TENSORS = "tensors-00000-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,97 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert (run / "checkpoints/step-00000006" / MANIFEST).is_file(), "and written again"
 
 
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_a_checkpoint_of_several_processes_needs_all_of_its_parts(damage: str, tiny: list[str], tmp_path: Path) -> None:
+    run_training([*tiny, "training.micro_batch_size=6"], num_processes=2)
+    run = tmp_path / "run"
+    parts = sorted(file.name for file in newest(run).glob("tensors-*"))
+    assert parts == ["tensors-00000-of-00002.safetensors", "tensors-00001-of-00002.safetensors"]
+    DAMAGES[damage](newest(run) / parts[1])
+    finished = run_training(tiny)
+    assert f"{newest(run)} was passed over: {parts[1]} " in finished.output
+    assert "at step 4" in finished.output
+
+
+def test_a_manifest_that_leaves_a_part_out_is_refused(tiny: list[str], tmp_path: Path) -> None:
+    run_training([*tiny, "training.micro_batch_size=6"], num_processes=2)
+    manifest = json.loads((newest(tmp_path / "run") / MANIFEST).read_text())
+    del manifest["files"]["tensors-00001-of-00002.safetensors"]
+    (newest(tmp_path / "run") / MANIFEST).write_text(json.dumps(manifest))
+    assert "was passed over: manifest.json lists ['state.json', 'tensors-00000-of-00002" in run_training(tiny).output
+
+
+def pieces_in(folder: Path) -> dict[str, torch.Tensor]:
+    """kind/name -> the whole tensor, flat, from the pieces of all processes: each element once, none left out."""
+    from safetensors import safe_open
+
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("tensors-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            starts, shapes = (json.loads(file.metadata()[key]) for key in ("starts", "shapes"))
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                parts.setdefault(key, []).append((starts[key.partition("/")[2]], file.get_tensor(key)))
+    wholes = {}
+    for key, pieces in parts.items():
+        pieces.sort(key=lambda piece: piece[0])
+        end = 0
+        for start, tensor in pieces:
+            assert start == end, f"{key}: a piece begins at {start}, the one before it ends at {end}"
+            end += tensor.numel()
+        assert end == math.prod(shapes[key.partition("/")[2]]), key
+        wholes[key] = torch.cat([tensor for _, tensor in pieces])
+    assert {key.partition("/")[2] for key in wholes} == set(shapes)
+    assert {key.partition("/")[0] for key in wholes} == {"param", "exp_avg", "exp_avg_sq"}
+    return wholes
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes"),
+    [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero1", 2), ("deepspeed_zero2", 3), ("deepspeed_zero3", 2),
+     ("deepspeed_zero3", 3)],
+)  # fmt: skip
+def test_every_engine_saves_bit_for_bit_what_it_loaded(
+    config: str, num_processes: int, run: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    """Weights and moments of one process, loaded, saved again by others before any step, and loaded by one process."""
+
+    def again() -> None:
+        from acc_lm import checkpoint, runtime
+        from acc_lm.model import build_empty_model, build_model
+        from acc_lm.optimizer import build_optimizer
+        from acc_lm.recipe import load_config
+        from acc_lm.retention import open_checkpoint
+        from acc_lm.tokenizer import make_tokenizer
+
+        recipe = load_config(run / "config.yaml", ["training.micro_batch_size=1"])
+        found = open_checkpoint(newest(run))
+        accelerator = runtime.build_accelerator(recipe)
+        tokenizer = make_tokenizer(recipe.tokenizer, [])
+        model, _ = runtime.initialise_once(
+            accelerator,
+            lambda: build_model(recipe.model, tokenizer, 32, seed=99),  # other weights than were saved
+            lambda facts: build_empty_model(recipe.model, tokenizer, 32, facts),
+        )
+        model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, recipe.optimizer))
+        progress = checkpoint.load_checkpoint(accelerator, found, model, optimizer)
+        saved = checkpoint.save_checkpoint(
+            accelerator, tmp_path / "again", model, optimizer, progress, recipe, "", None, None
+        )
+        assert open_checkpoint(saved).state["num_updates"] == found.state["num_updates"] == 6
+
+    environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
+    run_everywhere(again, num_processes, environment=environment)
+    saved = newest(tmp_path / "again")
+    assert len(list(saved.glob("tensors-*"))) == num_processes
+    before, after = pieces_in(newest(run)), pieces_in(saved)
+    assert before.keys() == after.keys()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
+    assert any(tensor.any() for key, tensor in after.items() if key.startswith("exp_avg_sq/"))
+    sizes = [file.stat().st_size for file in saved.glob("tensors-*")]
+    assert max(sizes) < 2 * min(sizes), "every process writes its share"
+
+
 def test_when_all_are_damaged_nothing_is_deleted_and_nothing_starts(run: Path, tiny: list[str]) -> None:
     for step in steps_of(run):
         flip_a_byte(run / f"checkpoints/step-{step:08d}" / TENSORS)
@@ -86,11 +179,12 @@ def test_when_all_are_damaged_nothing_is_deleted_and_nothing_starts(run: Path, t
     assert json.loads((run / "summary.json").read_text())["status"] == "checkpoint_error"
 
 
-def test_a_checkpoint_of_a_newer_format_is_named(run: Path, tiny: list[str]) -> None:
+@pytest.mark.parametrize(("number", "age"), [(99, "newer"), (1, "older")])
+def test_a_checkpoint_of_another_format_is_named(number: int, age: str, run: Path, tiny: list[str]) -> None:
     manifest = json.loads((newest(run) / MANIFEST).read_text())
-    (newest(run) / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
+    (newest(run) / MANIFEST).write_text(json.dumps(manifest | {"format": number}))
     finished = run_training([*tiny, f"checkpoint.resume={newest(run)}"], expect=5)
-    assert "it has format 99, newer than 1 that this version reads" in finished.errors[0]
+    assert f"it has format {number}, {age} than the {FORMAT} that this version reads" in finished.errors[0]
 
 
 def test_leftovers_of_a_killed_save_are_removed(run: Path, tiny: list[str]) -> None:
@@ -262,8 +356,8 @@ def test_a_good_evaluation_is_saved_even_when_no_save_is_due(tiny: list[str], tm
 
 
 def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> None:
-    from acc_lm.checkpoint import _rotate
     from acc_lm.config import CheckpointConfig
+    from acc_lm.retention import rotate
 
     losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: math.nan, 5: 1.5, 6: None}
     for step, loss in losses.items():
@@ -272,7 +366,7 @@ def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> N
         (folder / STATE).write_text(json.dumps({"eval_loss": loss}))
         (folder / MANIFEST).touch()
         os.utime(folder, (1000 - step, 1000 - step))
-    _rotate(tmp_path, CheckpointConfig(keep_last=2, keep_best=2))
+    rotate(tmp_path, CheckpointConfig(keep_last=2, keep_best=2))
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["2", "5", "6"]
 
 
@@ -326,25 +420,23 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
     """The negative control of every resume test: without a moment or the step count the next weights differ."""
 
     def run() -> dict[str, float]:
-        from test_step import RaggedRows, make_model
+        from test_step import RaggedRows, make_config, make_model
 
-        from acc_lm.config import DistributedConfig, TrainingConfig
-        from acc_lm.runtime import build_accelerator
+        from acc_lm.runtime import Gradients, build_accelerator
         from acc_lm.step import train_step
 
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=4, micro_batch_size=4), DistributedConfig()
-        )
+        accelerator = build_accelerator(make_config(4, 4))
 
         def steps(forget: str | None) -> torch.Tensor:
             model = make_model("llama", "float32")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            gradients = Gradients(accelerator, model)
             for step in range(1, 7):
                 if step == 4 and forget:
                     for state in optimizer.state.values():
                         state[forget].zero_()
                 train_step(accelerator, model, optimizer, [RaggedRows(set()).__getitems__([step, 2, 3, 9])], step=step, seed=0,
-                           num_targets=40, max_grad_norm=1.0)  # fmt: skip
+                           num_targets=40, max_grad_norm=1.0, gradients=gradients)  # fmt: skip
             return torch.cat([p.detach().flatten() for p in model.parameters()])
 
         whole = steps(None)

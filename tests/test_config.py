@@ -193,6 +193,23 @@ def test_options_with_dashes_are_answered() -> None:
         assert says in str(caught.value)
 
 
+def test_a_dry_run_is_asked_for_beside_the_recipe() -> None:
+    """It may stand anywhere, and it is no part of the recipe: the same run follows it."""
+    for arguments, dry_run in (
+        ([], False),
+        (["--dry-run"], True),
+        (["seed=3", "--dry-run", "training.log_every=1"], True),
+    ):
+        parsed = parse_train_arguments(arguments, QUICKSTART)
+        assert parsed is not None
+        overrides = [argument for argument in arguments if "=" in argument]
+        assert parsed == (load_config(QUICKSTART, overrides), dry_run)
+    with pytest.raises(
+        ConfigError, match=r"must be --config, --dry-run, --print-config or section\.key=value, got '--dry_run'"
+    ):
+        parse_train_arguments(["--dry_run"], QUICKSTART)
+
+
 def test_help_lists_every_key_fast_and_without_torch() -> None:
     code = (
         "import sys, time, resource; sys.argv = ['train.py', '--help']\n"
@@ -207,6 +224,7 @@ def test_help_lists_every_key_fast_and_without_torch() -> None:
     for key, kind, default, description in describe_keys():
         assert f"{key}  ({kind}; " in done.stdout
         assert description, f"{key} has no description"
+        assert "Undefined" not in default, f"{key} has no default that can be shown"
         assert default in done.stdout
     assert done.stderr.strip() == "[]", "nothing heavy may be imported for --help"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import run_everywhere
-from test_step import make_model
+from backends import STRATEGY
+from processes import ROOT, launcher_environment, run_everywhere
+from test_step import make_config, make_model
 
 from acc_lm.data import Rows
 from acc_lm.evaluation import EvaluationResult
@@ -22,22 +23,27 @@ def held_out_rows() -> Rows:
     return Rows(tokens, 16, random.randint(0, 5, size=len(tokens)).astype(np.uint32))
 
 
-def evaluate_all(name: str, dtype: str, num_processes: int) -> list[EvaluationResult]:
+def evaluate_all(name: str, dtype: str, num_processes: int, engine: str | None = None) -> list[EvaluationResult]:
     def run() -> list[EvaluationResult]:
-        from acc_lm.config import DistributedConfig, TrainingConfig
         from acc_lm.evaluation import evaluate_rows
-        from acc_lm.runtime import build_accelerator
+        from acc_lm.optimizer import build_optimizer
+        from acc_lm.runtime import build_accelerator, identify, prepare
 
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig()
-        )
+        config = make_config(12, 1)
+        accelerator = build_accelerator(config)
         assert accelerator.num_processes == num_processes
-        model = accelerator.prepare(make_model(name, dtype))
+        model = make_model(name, dtype)
+        model, optimizer = prepare(accelerator, model, build_optimizer(model, config.optimizer))
+        strategy = identify(accelerator, model, optimizer, config).strategy
+        assert strategy == STRATEGY[engine or ("ddp" if num_processes > 1 else "single")][0]
+        kept = [p.data_ptr() for p in model.parameters()]
         results = [evaluate_rows(accelerator, model, held_out_rows(), batch_size) for batch_size in (1, 3, 8)]
         assert model.training
+        assert [p.data_ptr() for p in model.parameters()] == kept, "what was gathered for it must be given up again"
         return results
 
-    everywhere = run_everywhere(run, num_processes)
+    environment = launcher_environment(ROOT / f"accelerate_configs/{engine}.yaml", num_processes) if engine else {}
+    everywhere = run_everywhere(run, num_processes, environment=environment)
     assert all(results == everywhere[0] for results in everywhere), "all processes must know the same value"
     return everywhere[0]
 
@@ -53,6 +59,19 @@ def test_evaluation_does_not_depend_on_batch_size_or_processes(name: str, dtype:
         assert result.token_accuracy == results[0].token_accuracy
         assert abs(result.loss - results[0].loss) <= bound * results[0].loss
         assert abs(result.bits_per_byte - results[0].bits_per_byte) <= bound * results[0].bits_per_byte
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("engine", "num_processes"),
+    [("fsdp2", 2), ("fsdp2", 3), ("fsdp2_grad_op", 2), ("hsdp", 4), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2)],
+)
+def test_evaluation_does_not_depend_on_the_engine(engine: str, num_processes: int, name: str) -> None:
+    expected = evaluate_all(name, "float32", 1)[0]
+    for result in evaluate_all(name, "float32", num_processes, engine):
+        assert (result.num_targets, result.token_accuracy) == (expected.num_targets, expected.token_accuracy)
+        assert abs(result.loss - expected.loss) <= 1e-6 * expected.loss
+        assert abs(result.bits_per_byte - expected.bits_per_byte) <= 1e-6 * expected.bits_per_byte
 
 
 def test_evaluation_equals_transformers_own_logits() -> None:
@@ -80,23 +99,18 @@ def test_evaluation_equals_transformers_own_logits() -> None:
 
 
 def test_the_evaluate_library_gives_the_same_values(tmp_path: Path) -> None:
-    from processes import ROOT
-
     def run() -> list[dict[str, float]]:
         import os
 
         os.environ["HF_HOME"] = str(tmp_path)
         import evaluate
 
-        from acc_lm.config import DistributedConfig, TrainingConfig
         from acc_lm.evaluation import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
         path = ROOT / "src/acc_lm/evaluate_modules/language_modeling.py"
         metric = evaluate.load(str(path), cache_dir=str(tmp_path / "metrics"))
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig()
-        )
+        accelerator = build_accelerator(make_config(6, 1))
         model, rows = accelerator.prepare(make_model("gpt2", "float64")), held_out_rows()
         model.eval()
         for row in range(len(rows)):
@@ -113,13 +127,10 @@ def test_the_evaluate_library_gives_the_same_values(tmp_path: Path) -> None:
 
 def test_only_the_first_rows_count_when_evaluation_is_limited() -> None:
     def run() -> tuple[int, int]:
-        from acc_lm.config import DistributedConfig, TrainingConfig
         from acc_lm.evaluation import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=6, micro_batch_size=1), DistributedConfig()
-        )
+        accelerator = build_accelerator(make_config(6, 1))
         model = accelerator.prepare(make_model("llama", "float32"))
         return tuple(evaluate_rows(accelerator, model, held_out_rows(), size, 7).num_targets for size in (2, 5))
 

@@ -162,7 +162,11 @@ def check_run(output_dir: Path, outputs: list[str], strategy: str, num_processes
 
 
 # (config, strategy, processes over both machines)
-LAUNCHES = [("multi_node_ddp.yaml", "ddp", 2), ("multi_node_hsdp.yaml", "hsdp", 4)]
+LAUNCHES = [
+    ("multi_node_ddp.yaml", "ddp", 2),
+    ("multi_node_hsdp.yaml", "hsdp", 4),
+    ("multi_node_deepspeed_zero3.yaml", "deepspeed_zero3", 2),
+]
 
 
 @pytest.mark.parametrize(("config", "strategy", "num_processes"), LAUNCHES, ids=[row[0] for row in LAUNCHES])

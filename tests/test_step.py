@@ -19,6 +19,17 @@ MODELS = {
 }  # fmt: skip
 
 
+def make_config(global_batch_size: int, micro_batch_size: int, **sections: Any) -> Any:
+    """The least that a recipe must say, for tests that bring their own model; `sections` are laid over it."""
+    from acc_lm.config import Config
+
+    training = {"max_steps": STEPS, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+    return Config.model_validate({
+        "model": {"config": {"model_type": "llama"}}, "tracking": {"report_to": []}, "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"name": "cosine", "warmup_steps": 4}, **sections, "training": training | sections.get("training", {}),
+    })  # fmt: skip
+
+
 def make_model(name: str, dtype: str) -> Any:
     """The model with its loss installed, as `build_model` makes it."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,28 +72,24 @@ def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int
     """(loss, gradient norm) of each of 20 steps, as the main process sees them."""
 
     def run() -> list[tuple[float, float]]:
-        from acc_lm.config import DistributedConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
         from acc_lm.data import build_loader
         from acc_lm.optimizer import build_optimizer, set_learning_rate
         from acc_lm.order import MicroBatches, RowOrder
-        from acc_lm.runtime import build_accelerator, identify
+        from acc_lm.runtime import Gradients, build_accelerator, identify, prepare
         from acc_lm.schedule import build_schedule
         from acc_lm.step import in_steps, train_step
 
-        training = TrainingConfig(max_steps=STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch_size)
-        accelerator = build_accelerator(training, DistributedConfig())
+        config = make_config(GLOBAL_BATCH, micro_batch_size)
+        accelerator = build_accelerator(config)
         assert accelerator.num_processes == num_processes
-        optimizer_config = OptimizerConfig(learning_rate=1e-3)
         model = make_model(name, dtype)
-        optimizer = build_optimizer(model, optimizer_config)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        assert identify(accelerator, model, training, DistributedConfig()).strategy == (
-            "ddp" if num_processes > 1 else "single"
-        )
+        model, optimizer = prepare(accelerator, model, build_optimizer(model, config.optimizer))
+        assert identify(accelerator, model, optimizer, config).strategy == ("ddp" if num_processes > 1 else "single")
+        gradients = Gradients(accelerator, model)
         order = RowOrder(3, NUM_ROWS, GLOBAL_BATCH)
         # In step 3 a whole process of three, and a micro-batch of every other split, has no target at all.
         rows = RaggedRows(empty=set(order.rows_at(3)[:4].tolist()))
-        rate = build_schedule(ScheduleConfig(name="cosine", warmup_steps=4), optimizer_config, STEPS)
+        rate = build_schedule(config.schedule, config.optimizer, STEPS)
         batches = MicroBatches(
             order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
             num_processes=num_processes, first_step=1, last_step=STEPS,
@@ -93,7 +100,7 @@ def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int
             set_learning_rate(optimizer, rate(step))
             outcome = train_step(
                 accelerator, model, optimizer, micro_batches, step=step, seed=0,
-                num_targets=rows.count_targets(order.rows_at(step)), max_grad_norm=1.0,
+                num_targets=rows.count_targets(order.rows_at(step)), max_grad_norm=1.0, gradients=gradients,
             )  # fmt: skip
             loss = accelerator.reduce(outcome.nll, reduction="sum").item() / outcome.num_targets
             results.append((loss, float(outcome.grad_norm)))
@@ -152,12 +159,9 @@ def test_a_mean_of_micro_batch_means_would_be_seen() -> None:
 
 def test_gradients_are_equal_on_all_processes_after_backward() -> None:
     def run() -> bytes:
-        from acc_lm.config import DistributedConfig, TrainingConfig
         from acc_lm.runtime import build_accelerator
 
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig()
-        )
+        accelerator = build_accelerator(make_config(12, 6))
         torch.manual_seed(accelerator.process_index)  # different starts must end identical: DDP broadcasts
         model = accelerator.prepare(make_model("llama", "float32"))
         batch = RaggedRows(empty=set()).__getitems__([accelerator.process_index * 3 + i + 1 for i in range(3)])
@@ -174,13 +178,10 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
     def run() -> tuple[int, int]:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        from acc_lm.config import DistributedConfig, TrainingConfig
-        from acc_lm.runtime import build_accelerator
+        from acc_lm.runtime import Gradients, build_accelerator
         from acc_lm.step import train_step
 
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=2), DistributedConfig()
-        )
+        accelerator = build_accelerator(make_config(12, 2))
         assert accelerator.gradient_accumulation_steps == 3
         model = make_model("llama", "float32")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -192,10 +193,13 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
             return default_hooks.allreduce_hook(None, bucket)
 
         model.register_comm_hook(None, count)
-        rows = RaggedRows(empty=set())
+        rows, gradients = RaggedRows(empty=set()), Gradients(accelerator, model)
         for step in range(1, 5):
             batches = [rows.__getitems__([i, i + 1]) for i in (2, 4, 6)]
-            train_step(accelerator, model, optimizer, batches, step=step, seed=0, num_targets=100, max_grad_norm=1.0)
+            train_step(
+                accelerator, model, optimizer, batches,
+                step=step, seed=0, num_targets=100, max_grad_norm=1.0, gradients=gradients,
+            )  # fmt: skip
         return buckets.count(0), len(set(buckets))
 
     for first_buckets, _ in run_everywhere(run, 2):
@@ -207,18 +211,16 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
     """Reading one waits for the device; only a step that is logged may."""
 
     def run() -> list[str]:
-        from acc_lm.config import DistributedConfig, TrainingConfig
         from acc_lm.progress import Progress
-        from acc_lm.runtime import StopRequest, build_accelerator
+        from acc_lm.runtime import Gradients, StopRequest, build_accelerator
         from acc_lm.step import train_step
 
-        accelerator = build_accelerator(
-            TrainingConfig(max_steps=1, global_batch_size=12, micro_batch_size=6), DistributedConfig()
-        )
+        accelerator = build_accelerator(make_config(12, 6))
         model = make_model(model_name, "float32")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model, optimizer = accelerator.prepare(model, optimizer)
         rows, progress, reads = RaggedRows(empty=set()), Progress(), []
+        gradients = Gradients(accelerator, model)
         for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__", "numpy"):
             original = getattr(torch.Tensor, name)
 
@@ -231,8 +233,9 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
             for step in range(1, 4):
                 batches = [rows.__getitems__(list(range(6))), rows.__getitems__(list(range(6, 12)))]
                 outcome = train_step(
-                    accelerator, model, optimizer, batches, step=step, seed=0, num_targets=100, max_grad_norm=1.0
-                )
+                    accelerator, model, optimizer, batches,
+                    step=step, seed=0, num_targets=100, max_grad_norm=1.0, gradients=gradients,
+                )  # fmt: skip
                 progress = progress.advance(np.arange(12), outcome.num_targets)
                 stop_request.agreed()
         unread = list(reads)

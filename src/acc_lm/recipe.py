@@ -355,7 +355,7 @@ def describe_keys(section: type[Section] = Config, prefix: str = "") -> Iterator
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from describe_keys(field.annotation, f"{prefix}{name}.")
         else:
-            default = "required" if field.is_required() else _as_yaml(field.default)
+            default = "required" if field.is_required() else _as_yaml(field.get_default(call_default_factory=True))
             yield f"{prefix}{name}", _type_text(field), default, field.description or ""
 
 

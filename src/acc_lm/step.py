@@ -80,7 +80,7 @@ def read_loss(accelerator: Accelerator, result: StepResult, gradients: Gradients
     """
     loss: float = accelerator.reduce(result.nll, reduction="sum").item() / max(result.num_targets, 1)
     norm = float(result.grad_norm)
-    if not math.isfinite(loss) or (accelerator.scaler is None and not math.isfinite(norm)):
+    if not math.isfinite(loss) or (accelerator.mixed_precision != "fp16" and not math.isfinite(norm)):
         names = gradients.not_finite()
         first = f", first in the gradient of {names[0]} ({len(names)} parameters in all)" if names else ""
         raise DivergedError(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.data import Batch
-from acc_lm.errors import DivergedError, UserError
+from acc_lm.errors import DivergedError, MachineError, UserError
 from acc_lm.runtime.launch import asked_strategy
 from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
 
@@ -84,6 +84,8 @@ def prepare(
     """`accelerator.prepare`, so that every engine starts from the main process's weights in full precision."""
     strategy = asked_strategy()
     if not strategy.startswith("deepspeed"):
+        if strategy in ("fsdp2", "hsdp"):
+            _check_block_class(accelerator, model)
         prepared = accelerator.prepare(model, optimizer)
         gc.collect()
         return prepared[0], prepared[1]
@@ -104,6 +106,22 @@ def prepare(
         publish_weights(engine)
     gc.collect()
     return engine, optimizer
+
+
+def _check_block_class(accelerator: Accelerator, model: nn.Module) -> None:
+    """The unit that is gathered at once is the model's own block class, unless the config names another that exists."""
+    there = {type(module).__name__ for module in model.modules()}
+    own = getattr(model, "_no_split_modules", None) or []
+    named = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    for name in named or []:
+        if name not in there:
+            raise MachineError(
+                f"fsdp_transformer_layer_cls_to_wrap must name a class of the model, got {name}; "
+                f"leave it out, the model's own is {', '.join(own) or 'not known'}"
+            )
+    if named is None:
+        # Some models list classes that only their other variants have.
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = [name for name in own if name in there]
 
 
 def _partition(accelerator: Accelerator, model: nn.Module) -> None:
@@ -233,8 +251,8 @@ class Gradients:
         if self._by_engine:
             self._remember(self._seen)
             self._seen = torch.zeros_like(self._seen)
-            norm = self._accelerator.clip_grad_norm_(None, 0.0)
-            return torch.as_tensor(norm, device=self._accelerator.device)
+            of_engine = self._accelerator.clip_grad_norm_(None, 0.0)
+            return torch.as_tensor(of_engine, device=self._accelerator.device)
         self._accelerator.unscale_gradients()
         # A parameter that no loss depends on has no gradient, and a process may have no row of a sharded one.
         local = [None if p.grad is None else getattr(p.grad, "_local_tensor", p.grad) for _, p in self._named]

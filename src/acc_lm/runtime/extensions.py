@@ -45,7 +45,7 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
             _look_at_lock(lock, is_ours=not theirs)
     if theirs or not names:
         return
-    if needs_nvme and not _has_libaio():
+    if needs_nvme and not has_libaio():
         raise MachineError(
             "offload to nvme must find libaio, got none on this machine; install it (Debian: apt install libaio-dev), or use "
             "accelerate_configs/deepspeed_zero3_offload.yaml"
@@ -72,6 +72,9 @@ def extensions_folder() -> Path:
 
 def _look_at_lock(lock: Path, is_ours: bool) -> None:
     if _is_held(lock):
+        return
+    time.sleep(1.0)  # it may just have been let go of
+    if not lock.exists() or _is_held(lock):
         return
     if not is_ours:
         raise MachineError(
@@ -152,7 +155,7 @@ def _wait_for(done: Path, failed: Path, since: float) -> None:
         time.sleep(0.1)
 
 
-def _has_libaio() -> bool:
+def has_libaio() -> bool:
     from ctypes.util import find_library
 
     header = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))

@@ -66,6 +66,7 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     updated = sum(piece.length for piece in pieces if piece.is_trained)
     kept_by_all, updated_by_all = _on_all(accelerator, kept), _on_all(accelerator, updated)
     _check_shards(strategy, num_parameters, kept_by_all, updated_by_all, num_processes)
+    _check_settings(outer, strategy, optimizer, accelerator.device)
     device = accelerator.device
     is_rehearsal = device.type == "cpu" and (num_processes > 1 or strategy != "single")
     return Identity(
@@ -138,6 +139,46 @@ def _check_shards(
         raise MachineError(f"{strategy} must shard the optimizer's state, got {updated} of {num_parameters} parameters")
 
 
+def _check_settings(model: Any, strategy: str, optimizer: Any, device: torch.device) -> None:
+    """What the Accelerate config says besides the strategy, against the engine's own attributes."""
+
+    def check(key: str, asked: Any, got: Any) -> None:
+        if asked != got:
+            raise MachineError(f"{key} must be {asked}, as the Accelerate config asks, got {got}: nothing was trained")
+
+    if strategy in ("fsdp2", "hsdp"):
+        asked = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("true", "1", "full_shard")
+        if len(_block_units(model)) > 0:
+            check("fsdp_reshard_after_forward", asked, _reshards(model))
+        offloads = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+        if device.type != "cpu":
+            check("fsdp_offload_params", offloads, next(model.parameters()).device.type == "cpu")
+    elif strategy.startswith("deepspeed"):
+        where = {what: str(_offload_device(model, what)) for what in ("optimizer", "param")}
+        if os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none":
+            for what, got in where.items():
+                check(
+                    f"offload_{what}_device",
+                    os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none"),
+                    got,
+                )
+        inner = type(getattr(optimizer.optimizer, "optimizer", None)).__name__
+        check("the optimizer on the CPU", where["optimizer"] != "none", inner == "DeepSpeedCPUAdam")
+
+
+def _offload_device(model: Any, what: str) -> str:
+    """none, cpu or nvme, from the engine's parsed config."""
+    settings = getattr(model._config.zero_config, f"offload_{what}")
+    return "none" if settings is None else str(getattr(settings.device, "value", settings.device))
+
+
+def _block_units(model: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    names = set(getattr(bare_model(model), "_no_split_modules", None) or [])
+    return [m for m in model.modules() if isinstance(m, FSDPModule) and type(m).__name__.removeprefix("FSDP") in names]
+
+
 def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]) -> str:
     if strategy in ("single", "ddp"):
         return f"whole on each process: {num_parameters:,} parameters"
@@ -145,15 +186,15 @@ def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, 
         mesh = _mesh_of(model)
         shards = mesh.size(mesh.ndim - 1)
         copies = f", in {mesh.size(0)} copies" if mesh.ndim == 2 else ""
-        reshard = "gathered again for backward" if _reshards(model) else "kept whole from forward to backward"
+        blocks = len(_block_units(model))
+        reshard = (
+            f"{blocks} blocks, gathered again for backward"
+            if _reshards(model)
+            else f"{blocks} blocks, kept whole from forward to backward"
+        )
         return f"{num_parameters:,} parameters in {shards} shards{copies}: {min(kept):,} to {max(kept):,} on a process, {reshard}"
     stage = strategy[-1]
-    settings = model.config["zero_optimization"]
-    offload = {
-        what: device
-        for what in ("optimizer", "param")
-        if (device := settings.get(f"offload_{what}", {}).get("device", "none")) not in ("none", None)
-    }
+    offload = {what: device for what in ("optimizer", "param") if (device := _offload_device(model, what)) != "none"}
     text = {
         "1": "optimizer state sharded, gradients and parameters whole",
         "2": "optimizer state and gradients sharded, parameters whole",
@@ -165,8 +206,7 @@ def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, 
 
 def _reshards(model: Any) -> bool:
     """Of the transformer blocks: torch keeps the last unit whole either way."""
-    units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-    groups = [g for unit in units for g in _groups(unit)]
+    groups = [group for unit in _block_units(model) or [model] for group in _groups(unit)]
     return any(group.post_forward_mesh_info is not None for group in groups)
 
 
@@ -193,6 +233,8 @@ def _precision(accelerator: Accelerator, model: Any) -> str:
         reduce = name(policy.reduce_dtype or reduce)
     elif accelerator.native_amp and asked:
         compute = f"{asked} autocast"
+    if updated == compute == reduce:
+        return updated
     return f"{updated} weights, {compute} compute, {reduce} reduction"
 
 

@@ -480,8 +480,9 @@ def launch_notes(config: Config) -> list[str]:
             config.optimizer.max_grad_norm or 0,
         ),
     }
+    written = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")  # the launcher fills in the others by itself
     return [
         f"{key} {value} of the Accelerate config is overruled: the recipe makes it {ours}"
         for key, (value, ours) in asked.items()
-        if value not in ("auto", "none") and float(value) != float(ours)
+        if key in written and value not in ("auto", "none") and float(value) != float(ours)
     ]
