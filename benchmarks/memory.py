@@ -151,7 +151,10 @@ def main(page: Path | None) -> None:
     for name, count in CASES:
         environment = launcher_environment(ROOT / "accelerate_configs" / f"{name}.yaml", count)
         if name == "deepspeed_zero3":
-            environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ds_file)
+            environment |= {
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ds_file),
+                "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+            }
         results: list[dict[str, Any]] = run_everywhere(measure, count, 300, environment)
         peak = max(result["peak"] for result in results)
         whole, shared = WHOLE_AND_SHARED[name]

@@ -28,16 +28,16 @@ LAUNCH_VARIABLES = re.compile(
 )
 
 
-def build_extensions_once() -> None:
+def build_extensions_once(needs_nvme: bool) -> None:
     """DeepSpeed's C++ extensions, before processes with a time limit wait for them; one test worker builds, others wait."""
     from acc_lm.runtime.extensions import extensions_folder
 
     compiled = KEPT_CACHE / "torch_extensions"
-    built = compiled / extensions_folder().name / "built-for-tests"
+    built = compiled / extensions_folder().name / f"built-for-tests{'-nvme' * needs_nvme}"
     code = (
         "import torch\n"
-        "from acc_lm.runtime.extensions import build_extensions, has_libaio\n"
-        "build_extensions(needs_cpu_adam=True, needs_nvme=has_libaio(), on_cpu=not torch.accelerator.is_available())"
+        "from acc_lm.runtime.extensions import build_extensions\n"
+        f"build_extensions(needs_cpu_adam=True, needs_nvme={needs_nvme}, on_cpu=not torch.accelerator.is_available())"
     )
     with (compiled / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -78,7 +78,7 @@ class Launch:
     ):
         self.folder = Path(tempfile.mkdtemp())
         if (environment or {}).get("ACCELERATE_USE_DEEPSPEED") == "true":
-            build_extensions_once()
+            build_extensions_once("nvme" in (environment or {}).values())
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

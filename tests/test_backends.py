@@ -367,7 +367,8 @@ def test_what_cannot_run_is_one_line(name: str, text: str, tiny: list[str]) -> N
     environment = launcher_environment(ANSWERS / f"{name}.yaml", 2)
     num_processes = 1 if name == "multi_cpu" else 2
     finished = run_training([*tiny, "--dry-run"], num_processes, environment, expect=4)
-    assert len(finished.errors) == 1 and text in finished.errors[0]
+    assert len(finished.errors) == 1
+    assert text in finished.errors[0]
 
 
 def engine_settings(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
@@ -444,3 +445,94 @@ def test_a_block_class_that_the_model_does_not_have_is_refused(tiny: list[str]) 
         [*tiny, "--dry-run"], 2, environment | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block"}, expect=4
     )
     assert "got GPT2Block; leave it out, the model's own is LlamaDecoderLayer" in finished.errors[0]
+
+
+# --- what runs is what was asked for -------------------------------------------------------------------------------
+
+
+def test_a_silent_fall_back_to_ddp_is_an_error(tiny: list[str]) -> None:
+    """Accelerate alone would train with DDP on CPU processes, without a word."""
+
+    def run() -> int:
+        import train
+        from acc_lm.runtime import launch
+
+        launch._shard_on_cpu = lambda *arguments: None
+        return train.main([*tiny, "--dry-run"])
+
+    finished = Launch(run, 2, environment_of("fsdp2", 2)).wait(60)
+    assert set(finished.codes) == {4}, finished.output
+    assert "the launch must run fsdp2, as its Accelerate config asks, got ddp" in finished.errors[0]
+
+
+def test_the_blocks_are_the_units_and_small_tensors_are_sharded_too() -> None:
+    def units(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
+        from torch.distributed.fsdp import FSDPModule
+
+        names = [type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)]
+        return {"units": names, "whole": [n for n, p in model.named_parameters() if not hasattr(p, "device_mesh")]}
+
+    seen = run_backend("fsdp2", 2, [Scenario("gpt2", steps=1), Scenario("llama", steps=1)], units)
+    assert seen[0].extra["units"].count("FSDPGPT2Block") == 2
+    assert seen[1].extra["units"].count("FSDPLlamaDecoderLayer") == 2
+    assert seen[0].extra["whole"] == seen[1].extra["whole"] == []
+
+
+# --- acc-lm parity -------------------------------------------------------------------------------------------------
+
+
+def test_parity_by_real_launches(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from acc_lm.cli import main, parity
+
+    monkeypatch.chdir(ROOT)
+    page = tmp_path / "parity.md"
+    page.write_text("# Parity\n\nwritten by hand\n")
+    arguments = [
+        "parity",
+        "--config",
+        str(tiny_recipe),
+        "--steps",
+        "4",
+        "--cases",
+        "single:1,ddp:2,fsdp2:2,ddp:5",
+        "--output",
+        str(page),
+    ]
+    assert main(arguments) == 0
+    text = page.read_text()
+    assert "written by hand" in text
+    assert "| fsdp2 x2 | fsdp2 | FSDPLlamaForCausalLM |" in text
+    assert "Left out: ddp x5, because 5 processes do not divide" in text
+    values = json.loads(page.with_suffix(".json").read_text())
+    assert [row["strategy"] for row in values["rows"]] == ["single", "ddp", "fsdp2"]
+    assert all(row["same_ledger"] and row["peak_memory_gb"] > 0 and row["seconds"] > 0 for row in values["rows"])
+    monkeypatch.setitem(parity.TOLERANCE, "no", dict.fromkeys(TOLERANCE["no"], 0.0))
+    capsys.readouterr()
+    assert main([*arguments[:6], "single:1,ddp:3"]) == 1
+    assert "NOT within the tolerance" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("cases", "text"), [
+    ("nothing:2", "--cases must name Accelerate configs, got nothing"), ("ddp", "--cases must be written NAME:PROCESSES, got ddp"),
+])  # fmt: skip
+def test_parity_refuses_what_it_cannot_read(
+    cases: str, text: str, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from acc_lm.cli import main
+
+    monkeypatch.chdir(ROOT)
+    assert main(["parity", "--config", str(tiny_recipe), "--cases", cases]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_value_that_is_missing_or_no_number_is_no_agreement() -> None:
+    expected = {1: {"train/loss": 2.0}, 2: {"train/loss": 1.0}}
+    assert largest_differences(expected, {1: {"train/loss": 2.0}}) == {"train/loss": float("inf")}
+    assert largest_differences(expected, {1: {"train/loss": 2.0}, 2: {"train/loss": float("nan")}}) == {
+        "train/loss": float("inf")
+    }
+    assert largest_differences(expected, {1: {"train/loss": 2.2}, 2: {"train/loss": 1.0}}) == {
+        "train/loss": pytest.approx(0.1)
+    }

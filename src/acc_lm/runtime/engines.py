@@ -110,9 +110,12 @@ def prepare(
 
 def _check_block_class(accelerator: Accelerator, model: nn.Module) -> None:
     """The unit that is gathered at once is the model's own block class, unless the config names another that exists."""
+    plugin = vars(accelerator.state).get("fsdp_plugin")
+    if plugin is None:  # Accelerate fell back to something else; `identify` will say so
+        return
     there = {type(module).__name__ for module in model.modules()}
     own = getattr(model, "_no_split_modules", None) or []
-    named = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    named = plugin.transformer_cls_names_to_wrap
     for name in named or []:
         if name not in there:
             raise MachineError(
@@ -121,7 +124,7 @@ def _check_block_class(accelerator: Accelerator, model: nn.Module) -> None:
             )
     if named is None:
         # Some models list classes that only their other variants have.
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = [name for name in own if name in there]
+        plugin.transformer_cls_names_to_wrap = [name for name in own if name in there]
 
 
 def _partition(accelerator: Accelerator, model: nn.Module) -> None:

@@ -37,8 +37,9 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
         os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
     names = ["ShareMemCommBuilder"] * on_cpu + ["CPUAdamBuilder"] * needs_cpu_adam + ["AsyncIOBuilder"] * needs_nvme
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    theirs = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(theirs) if theirs else extensions_folder()
+    ours = extensions_folder()
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ours)
+    theirs = root != ours  # the user chose a folder: DeepSpeed builds there as it always does
     os.environ["TORCH_EXTENSIONS_DIR"] = str(root)
     if is_first:
         for lock in root.glob("*/lock"):

@@ -410,7 +410,12 @@ def _deepspeed_plugin(config: Config, num_processes: int, precision: str, has_ac
     if by_hand:
         _refuse_contradictions(_deepspeed_config(), owned, precision)
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
-    plugin = DeepSpeedPlugin(zero3_init_flag=False)
+    try:
+        plugin = DeepSpeedPlugin(zero3_init_flag=False)
+    except ValueError as error:  # Accelerate's own reasons
+        raise MachineError(
+            f"the DeepSpeed settings must be ones that Accelerate takes, got: {' '.join(str(error).split())}"
+        ) from None
     settings = plugin.deepspeed_config
     settings |= owned
     plugin.gradient_accumulation_steps = accumulation
