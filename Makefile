@@ -33,6 +33,7 @@ readme: .venv/installed
 # The tables of docs/parity.md, by running every config.
 parity: .venv/installed
 	$(BIN)/acc-lm parity --output docs/parity.md
+	$(BIN)/python benchmarks/precision.py docs/parity.md
 
 memory: .venv/installed
 	$(BIN)/python benchmarks/memory.py docs/parity.md

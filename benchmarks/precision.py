@@ -1,0 +1,67 @@
+"""How far the backends are from one process in each precision, and what they send; the table of docs/parity.md.
+
+    python benchmarks/precision.py [docs/parity.md]
+
+The same short trainings as in tests/test_backends.py: 20 steps, global batch 48, ragged targets.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def main(page: Path | None) -> None:
+    import conftest  # imports what the forked processes need
+    from backends import BACKENDS, Scenario, run_backend
+    from test_backends import BF16, FLOAT64, GRID, count_collectives
+
+    from acc_lm.cli.parity import COMPARED, largest_differences, machine_line, replace_block
+
+    assert conftest
+    lines = [
+        "`python benchmarks/precision.py docs/parity.md`: largest relative difference of loss, gradient norm and evaluation from one "
+        "process, over 20 steps; the worse of a tied GPT-2 and an untied Llama (float64: each of them, Llama's RMSNorm computes in float32).",
+        "", machine_line(), "",
+        "| backend | float32 | bf16 | float64, GPT-2 | float64, Llama |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    groups = {"float32": GRID, "bf16": BF16, "GPT-2": FLOAT64[:1], "Llama": FLOAT64[1:]}
+    expected = {name: run_backend("single", 1, scenarios) for name, scenarios in groups.items()}
+    for backend, (config, count) in BACKENDS.items():
+        cells = []
+        for name, scenarios in groups.items():
+            if scenarios[0].dtype == "float64" and config.startswith("deepspeed"):
+                cells.append("refused")
+                continue
+            worst = dict.fromkeys(COMPARED, 0.0)
+            for one, other in zip(expected[name], run_backend(config, count, scenarios), strict=True):
+                for key, value in largest_differences(one.metrics, other.metrics).items():
+                    worst[key] = max(worst[key], value)
+            cells.append(", ".join(f"{worst[key]:.0e}" for key in COMPARED if key != "train/learning_rate"))
+        lines.append(f"| {backend} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    lines += [
+        "", "DeepSpeed updates in float32 whatever the model is in: `model.dtype must be float32 under DeepSpeed`, says the refusal.", "",
+        "What is sent in one optimizer step of four micro-batches (GPT-2, two blocks, two processes), in calls of torch's c10d. FSDP2 gathers the "
+        "weights of its four units (two blocks, the tied embedding with norm and head, the position embedding) and scatters their gradients in "
+        "every micro-batch; DDP sends each gradient once.", "",
+        "| backend | calls |", "|---|---|",
+    ]  # fmt: skip
+    for backend, (config, count) in BACKENDS.items():
+        if "offload" in config or "full" in config or count == 3:
+            continue
+        curve = run_backend(config, count, [Scenario("gpt2", accumulation=4, steps=2)], count_collectives)[0]
+        calls = ", ".join(f"{n} x {name.removeprefix('c10d::').strip('_')}" for name, n in sorted(curve.extra["collectives"].items()))
+        lines.append(f"| {backend} | {calls} |")
+        print(lines[-1], flush=True)
+    if page:
+        replace_block(page, "precision", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
