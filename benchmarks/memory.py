@@ -161,9 +161,12 @@ def main(page: Path | None) -> None:
         parameters, block = results[0]["parameters"], results[0]["block"]
         expected = parameters * (whole + shared / count)
         formula = " + ".join(part for part in (str(whole) if whole else "", f"{shared}/N" if shared else "") if part)
-        if name in ("fsdp2", "deepspeed_zero3"):  # the block at work and the next one, whole: weights and gradients
+        if name == "fsdp2":  # the block at work and the next one, whole: weights and gradients
             expected += 16 * block
             formula += ", and 8 of two blocks"
+        if name == "deepspeed_zero3":  # nothing is gathered at the update
+            expected = max(expected, parameters * (shared - 4) / count + 16 * block)
+            formula += f", or {shared - 4}/N and 8 of two blocks"
         line = f"| {name} | {count} | {formula} | {expected / 1e6:.0f} | {peak / 1e6:.0f} | {peak / expected:.2f} | {results[1]['start'] / 1e6:.0f} |"
         print(line, flush=True)
         lines.append(line)

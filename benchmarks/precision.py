@@ -56,7 +56,9 @@ def main(page: Path | None) -> None:
         if "offload" in config or "full" in config or count == 3:
             continue
         curve = run_backend(config, count, [Scenario("gpt2", accumulation=4, steps=2)], count_collectives)[0]
-        calls = ", ".join(f"{n} x {name.removeprefix('c10d::').strip('_')}" for name, n in sorted(curve.extra["collectives"].items()))
+        calls = ", ".join(
+            f"{n} x {name.removeprefix('c10d::').strip('_')}" for name, n in sorted(curve.extra["collectives"].items())
+        )
         lines.append(f"| {backend} | {calls} |")
         print(lines[-1], flush=True)
     if page:
