@@ -245,7 +245,7 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for path in sorted(folder.resolve().glob("tensors-*.safetensors")):
         with safe_open(path, "pt") as file:
-            starts = json.loads(file.metadata()["starts"])
+            starts = json.loads(file.metadata()["pieces"])["starts"]
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 kind, _, name = key.partition("/")
                 if kind == "param":

@@ -377,18 +377,9 @@ def test_an_empty_model_of_a_continued_one_reads_no_weights(tokenizer: Any, tmp_
 # --- parameters that no loss depends on ----------------------------------------------------------------------------
 
 
-GROUPED = pytest.mark.xfail(
-    strict=True, reason="experts in float32 do not run on the meta device, so `check_model` refuses them"
-)
-WITH_EXPERTS = ("gpt_oss", "phimoe", "mixtral", "qwen3_moe")
-
-
 @pytest.mark.parametrize(
     ("model_type", "fields"),
-    [
-        pytest.param(*row[:2], marks=[GROUPED] * (row[0] in WITH_EXPERTS))
-        for row in [*ARCHITECTURES, ("mixtral", MOE), ("qwen3_moe", MOE)]
-    ],
+    [row[:2] for row in [*ARCHITECTURES, ("mixtral", MOE), ("qwen3_moe", MOE)]],
     ids=lambda value: str(value)[:40],
 )
 def test_no_architecture_is_accused_of_unused_parameters(model_type: str, fields: dict[str, Any]) -> None:

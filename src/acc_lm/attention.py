@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CAUSAL_WITHOUT_MASK = "causal, no mask"
 CAUSAL = "acc_lm_causal"
+COUNTING = "acc_lm_counting"
 PROBE = "acc_lm_probe"
 # Keywords that say nothing about which positions may be seen.
 HARMLESS = {
@@ -69,6 +70,23 @@ def register_attention() -> str:
 
     AttentionInterface.register(CAUSAL, causal_attention)
     return CAUSAL
+
+
+def register_counting_attention() -> str:
+    """One for the meta device, where only the graph counts: whatever parameter an attention is handed is used by it."""
+    from transformers import AttentionInterface
+
+    def count(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+    ) -> Any:
+        output, weights = causal_attention(module, query, key, value, None, scaling=keywords.get("scaling"))
+        for given in keywords.values():
+            if isinstance(given, Tensor) and given.is_floating_point():
+                output = output + given.sum() * 0
+        return output, weights
+
+    AttentionInterface.register(COUNTING, count)
+    return COUNTING
 
 
 def _probe_length(config: dict[str, Any], sequence_length: int) -> int:

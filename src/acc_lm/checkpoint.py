@@ -136,8 +136,8 @@ def _write_mine(accelerator: Accelerator, work: Path, model: nn.Module, optimize
         for name, buffer in persistent_buffers(bare_model(model)):
             tensors[f"{BUFFER}/{name}"] = buffer.detach().cpu().contiguous()
     file = work / f"tensors-{accelerator.process_index:05d}-of-{accelerator.num_processes:05d}.safetensors"
-    metadata = {"starts": json.dumps(starts), "shapes": json.dumps(whole_shapes(model))}
-    save_file(tensors, file, metadata)
+    # One entry: safetensors writes several in any order, and equal runs must write equal bytes.
+    save_file(tensors, file, {"pieces": json.dumps({"starts": starts, "shapes": whole_shapes(model)})})
     make_readable(file)
     flush(file)
     return file.name, {"size": file.stat().st_size, "xxh3_128": checksum(file)}
@@ -298,8 +298,9 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
         shapes: dict[str, Any] = {}
         for path in sorted(checkpoint.folder.glob("tensors-*.safetensors")):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            starts = json.loads(file.metadata()["starts"])
-            shapes |= json.loads(file.metadata()["shapes"])
+            pieces = json.loads(file.metadata()["pieces"])
+            starts = pieces["starts"]
+            shapes |= pieces["shapes"]
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 part = file.get_slice(key)
                 kind, _, name = key.partition("/")

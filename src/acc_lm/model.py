@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.attention import CAUSAL_WITHOUT_MASK, choose_attention, register_attention
+from acc_lm.attention import CAUSAL_WITHOUT_MASK, choose_attention, register_attention, register_counting_attention
 from acc_lm.config import ModelConfig
 from acc_lm.errors import ConfigError
 from acc_lm.losses import LossSums, loss_sums, summed_loss, sums_of_logits
@@ -179,10 +179,15 @@ def check_model(
         try:
             # Without a mask: transformers looks into one, which a meta tensor does not allow.
             model = AutoModelForCausalLM.from_config(
-                model_config, trust_remote_code=config.trust_remote_code, attn_implementation=register_attention()
+                model_config,
+                dtype=torch.bfloat16,  # the one type that experts' grouped products take on this device
+                trust_remote_code=config.trust_remote_code,
+                attn_implementation=register_counting_attention(),
             )
         except (ValueError, TypeError, KeyError):  # outside of the attention interface
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                model_config, dtype=torch.bfloat16, trust_remote_code=config.trust_remote_code
+            )
         _do_not_look_for_padding(model)
         try:
             logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits

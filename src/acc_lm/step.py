@@ -80,8 +80,9 @@ def read_loss(accelerator: Accelerator, result: StepResult, gradients: Gradients
     """
     loss: float = accelerator.reduce(result.nll, reduction="sum").item() / max(result.num_targets, 1)
     norm = float(result.grad_norm)
-    if not math.isfinite(loss) or (accelerator.mixed_precision != "fp16" and not math.isfinite(norm)):
-        names = gradients.not_finite()
+    scales_loss = accelerator.mixed_precision == "fp16"  # too large a scale is found by gradients that are not finite
+    names = [] if scales_loss else gradients.not_finite()
+    if not math.isfinite(loss) or names or not (math.isfinite(norm) or scales_loss):
         first = f", first in the gradient of {names[0]} ({len(names)} parameters in all)" if names else ""
         raise DivergedError(
             f"the loss must stay finite, got loss {loss} and gradient norm {norm}{first}; lower optimizer.learning_rate or raise "

@@ -49,6 +49,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
     _refuse_what_a_cpu_cannot_do(distributed, strategy, has_accelerator)
+    _refuse_a_hook_that_fails(config, strategy)
     _, accumulation = split_global_batch(training, num_processes)
     _choose_port()
 
@@ -75,8 +76,8 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         group.backend = distributed.backend
     keywords: dict[str, Any] = {"cpu": not has_accelerator}
     if strategy.startswith("deepspeed"):
-        build_extensions(needs_cpu_adam=_offloads_optimizer(), needs_nvme=_needs_nvme(), on_cpu=not has_accelerator)
         keywords = {"deepspeed_plugin": _deepspeed_plugin(config, num_processes, precision, has_accelerator)}
+        build_extensions(needs_cpu_adam=_offloads_optimizer(), needs_nvme=_needs_nvme(), on_cpu=not has_accelerator)
         os.environ.pop(
             "ACCELERATE_USE_CPU", None
         )  # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway
@@ -250,6 +251,21 @@ def _refuse_what_a_cpu_cannot_do(distributed: DistributedConfig, strategy: str, 
         )
 
 
+def _refuse_a_hook_that_fails(config: Config, strategy: str) -> None:
+    """torch's batched PowerSGD (2.11 to 2.13) hands its own helper a tensor of the wrong shape once it compresses."""
+    starts_at = int(config.distributed.comm_hook_arguments.get("start_powerSGD_iter", 1000))
+    steps = config.training.max_steps
+    if (
+        strategy == "ddp"
+        and config.distributed.comm_hook == "batched_power_sgd"
+        and (steps is None or steps >= starts_at)
+    ):
+        raise MachineError(
+            f"distributed.comm_hook must be another than batched_power_sgd, which fails inside torch from step {starts_at} on, where it "
+            "begins to compress; use power_sgd"
+        )
+
+
 def _choose_port() -> None:
     """One process of its own needs no port that a second run on this machine would also want."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -366,13 +382,15 @@ def _deepspeed_config() -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise MachineError(f"{file} must be JSON, got: {error}; mend it") from None
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        raise MachineError(f"{file} must be a mapping with a zero_optimization section, got none; add it")
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
     return config
 
 
 def _offload_devices() -> set[str]:
     zero = _deepspeed_config()["zero_optimization"]
-    devices = {zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    devices = {(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
     if os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none":
         devices |= {os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{k}_DEVICE", "none") for k in ("OPTIMIZER", "PARAM")}
     return devices - {"none", None}
@@ -380,10 +398,9 @@ def _offload_devices() -> set[str]:
 
 def _offloads_optimizer() -> bool:
     zero = _deepspeed_config()["zero_optimization"]
-    return (
-        zero.get("offload_optimizer", {}).get("device", "none") != "none"
-        or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
-    )
+    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none" or os.environ.get(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"
+    ) != "none"
 
 
 def _needs_nvme() -> bool:

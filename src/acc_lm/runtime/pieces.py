@@ -87,6 +87,8 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
             continue
 
         def view(kind: str, parameter: nn.Parameter = parameter) -> Tensor:
+            if kind != WEIGHT and kind not in optimizer.state[parameter]:  # it never had a gradient
+                return torch.zeros_like(_local(parameter.detach())).view(-1)
             tensor = parameter if kind == WEIGHT else optimizer.state[parameter][kind]
             return _local(tensor.detach()).view(-1)
 
