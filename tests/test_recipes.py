@@ -74,7 +74,7 @@ def test_pretrain_gpt2(tmp_path: Path, words: list[str]) -> None:
         "data.sequence_length=32", "training.global_batch_size=8", "training.micro_batch_size=4",
     )  # fmt: skip
     environment = json.loads((tmp_path / "run/environment.json").read_text())
-    assert environment["precision"] == "bf16 autocast"
+    assert environment["precision"] == "float32 weights, bfloat16 autocast compute, float32 reduction"
 
 
 def test_finetune_smollm2(tmp_path: Path, words: list[str]) -> None:
