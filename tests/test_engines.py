@@ -275,7 +275,8 @@ def test_before_prepare_only_the_main_process_holds_the_model(config: str) -> No
 
         make(LARGE | {"hidden_size": 8, "intermediate_size": 8})  # what is imported on the way counts for no model
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that a forked process inherits and reuses would not show as growth
+        # Freed memory that a forked process inherits and reuses would not show as growth.
+        ctypes.CDLL(None).malloc_trim(0)
         before = psutil.Process().memory_info().rss
         model, facts = make(LARGE)
         grown = (psutil.Process().memory_info().rss - before) / 1e6
