@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import random
 from pathlib import Path
@@ -11,32 +13,26 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are forked from 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("WANDB_API_KEY", None)
 
-import accelerate
-import datasets
+import cpuinfo
 import matplotlib
-import matplotlib.pyplot
 import processes
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.llama import modeling_llama
 
-import train
+IMPORTED = [
+    importlib.import_module(name)
+    for name in (
+        "accelerate", "accelerate.commands.launch", "datasets", "deepspeed", "matplotlib.pyplot", "torch._inductor.compile_fx",
+        "torch.distributed.fsdp", "torch.distributed.tensor", "torch.profiler", "torch.utils.cpp_extension",
+        "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama", "transformers.optimization", "transformers.trainer_pt_utils",
+    )
+]  # fmt: skip
 
 torch.set_num_threads(1)
 matplotlib.use("Agg")
-IMPORTED = (
-    accelerate,
-    datasets,
-    transformers,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    modeling_gpt2,
-    modeling_llama,
-    train,
-)
+# DeepSpeed asks four times a start, and each answer takes a second.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 @pytest.fixture(scope="session", autouse=True)

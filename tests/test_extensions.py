@@ -22,12 +22,13 @@ def lock(tmp_path: Path) -> Path:
 def first_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    # Set and not removed: only what was set is put back, and what is built sets it.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")
 
 
 def test_a_lock_that_nobody_holds_in_our_folder_is_removed_and_named(
     lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(extensions, "extensions_folder", lambda: lock.parent.parent)
     extensions.build_extensions(needs_cpu_adam=False, needs_nvme=False, on_cpu=False)
     assert not lock.exists()
@@ -51,7 +52,6 @@ def test_a_lock_that_a_build_holds_is_left_alone(lock: Path, monkeypatch: pytest
 def test_a_build_is_announced_and_its_failure_reaches_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(extensions, "extensions_folder", lambda: tmp_path)
     monkeypatch.setattr(extensions.shutil, "which", lambda name: None)
     with pytest.raises(MachineError, match="DeepSpeed must find a C\\+\\+ compiler to build CPUAdam, got none"):
@@ -61,7 +61,7 @@ def test_a_build_is_announced_and_its_failure_reaches_the_other_processes(
         extensions.build_extensions(needs_cpu_adam=True, needs_nvme=False, on_cpu=False)
     monkeypatch.undo()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")
     monkeypatch.setattr(extensions, "extensions_folder", lambda: tmp_path)
 
     def build(*arguments: object, **keywords: dict[str, str]) -> None:
@@ -75,7 +75,6 @@ def test_a_build_is_announced_and_its_failure_reaches_the_other_processes(
 
 
 def test_nvme_without_libaio_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(extensions, "extensions_folder", lambda: tmp_path)
     monkeypatch.setattr(extensions, "has_libaio", lambda: False)
     with pytest.raises(MachineError, match="offload to nvme must find libaio, got none on this machine; install it"):

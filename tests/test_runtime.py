@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "bf16 hook on CPU processes": ({}, ["distributed.comm_hook=bf16"], 2, "distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got bf16"),
     "a hook that fails in torch": ({}, ["distributed.comm_hook=batched_power_sgd", "training.max_steps=1000"], 2, "which fails inside torch from step 1000 on"),
     # FSDP
-    "FSDP1 by name": (FSDP | {"fsdp_config": {"fsdp_version": 1}}, [], 2, "fsdp_version must be 2, got 1, which torch no longer develops; run accelerate to-fsdp2"),
+    "FSDP1 by name": (FSDP | {"fsdp_config": {"fsdp_version": 1}}, [], 2, "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml"),
     "FSDP1 by default": (FSDP | {"fsdp_config": {"fsdp_offload_params": False}}, [], 2, "fsdp_version must be 2, got 1"),
     "a second switch": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], 2, "fsdp_activation_checkpointing must be false in the Accelerate config, got true; the recipe has one switch"),
     "tensor parallel": (parallel(tp=2), [], 2, "parallelism_config_tp_size must be 1, got 2"),

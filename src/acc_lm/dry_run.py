@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -108,4 +109,6 @@ def try_everything(
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(work, ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty: a run has been here
+                work.parent.rmdir()
     accelerator.print("dry run: everything works here; nothing was kept")

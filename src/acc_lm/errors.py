@@ -77,10 +77,14 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+LAUNCHER_SECONDS = 5.0
+"""A launcher ends the other processes within this time after the main one has left with the same error."""
+
+
 def print_problems(error: UserError) -> None:
     """Print an error once: the main process at once, another one only if it finds itself alone with it."""
     if not is_main_process():
-        time.sleep(5)  # the launcher ends this process as soon as the main one has left with the same error
+        time.sleep(LAUNCHER_SECONDS)
         print(f"error: only process {os.environ['RANK']} met this:", file=sys.stderr)
     for problem in error.problems:
         print(f"error: {problem}", file=sys.stderr, flush=True)

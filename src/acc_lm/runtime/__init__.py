@@ -2,7 +2,12 @@
 
     config_file   what Accelerate's yaml says that Accelerate itself would ignore
     launch        environment of the launcher -> Accelerator, or an error that says why not
+    strategy      the strategy that was asked for, the model inside what it made
+    fsdp          FSDP2 and HSDP: what Accelerate is to be told
+    deepspeed     the same for DeepSpeed, and its settings from the recipe
+    extensions    DeepSpeed's C++ extensions, built before anybody waits for them
     engines       model and optimizer -> spread over the processes by the engine that was asked for
+    gradients     their norm, clipping, and which was no number
     identity      what really runs, read from the live objects
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
     ending        signals, memory, and a process group that ends cleanly
@@ -12,8 +17,6 @@ Everything else sees an `Accelerator` that is what the launch asked for, or an e
 
 from acc_lm.runtime.ending import StopRequest, close, peak_memory_gb
 from acc_lm.runtime.engines import (
-    Gradients,
-    bare_model,
     check_replicas,
     gather_objects,
     initialise_once,
@@ -23,6 +26,7 @@ from acc_lm.runtime.engines import (
     warm_up,
     whole_shapes,
 )
+from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
 from acc_lm.runtime.pieces import (
@@ -35,6 +39,7 @@ from acc_lm.runtime.pieces import (
     publish_weights,
     start_state,
 )
+from acc_lm.runtime.strategy import bare_model
 
 __all__ = [
     "WEIGHT",

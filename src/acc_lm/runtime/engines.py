@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.data import Batch
-from acc_lm.errors import DivergedError, MachineError, UserError
-from acc_lm.runtime.launch import asked_strategy
+from acc_lm.errors import DivergedError, UserError
+from acc_lm.runtime.deepspeed import partition
+from acc_lm.runtime.fsdp import check_block_class
 from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
+from acc_lm.runtime.strategy import asked_strategy, bare_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
-PART_ELEMENTS = 4096
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -85,80 +86,25 @@ def prepare(
     strategy = asked_strategy()
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):
-            _check_block_class(accelerator, model)
+            check_block_class(accelerator, model)
         prepared = accelerator.prepare(model, optimizer)
         gc.collect()
         return prepared[0], prepared[1]
     # DeepSpeed makes its fp32 master weights from 16-bit ones; they are replaced by what they should have been.
-    originals = None
+    originals: dict[str, Tensor] = {}
     if accelerator.mixed_precision in COMPUTE:
-        originals = [p.detach().clone() if accelerator.is_main_process else p.detach() for p in model.parameters()]
-        shapes = [tuple(p.shape) for p in originals]
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            # Elsewhere than on the main process only the shape and type matter.
+            originals[name] = parameter.detach().to("cpu" if accelerator.is_main_process else "meta")
             parameter.data = parameter.data.to(COMPUTE[accelerator.mixed_precision])
     if strategy == "deepspeed_zero3":
-        _partition(accelerator, model)
+        partition(accelerator, model)
     engine, optimizer = accelerator.prepare(model, optimizer)
-    if originals is not None:
-        pieces = pieces_of(engine, optimizer)
-        names = [name for name, _ in bare_model(engine).named_parameters()]
-        broadcast_weights(accelerator, pieces, names, originals, shapes)
+    if originals:
+        broadcast_weights(accelerator, pieces_of(engine, optimizer), originals)
         publish_weights(engine)
     gc.collect()
     return engine, optimizer
-
-
-def _check_block_class(accelerator: Accelerator, model: nn.Module) -> None:
-    """The unit that is gathered at once is the model's own block class, unless the config names another that exists."""
-    plugin = vars(accelerator.state).get("fsdp_plugin")
-    if plugin is None:  # Accelerate fell back to something else; `identify` will say so
-        return
-    there = {type(module).__name__ for module in model.modules()}
-    own = getattr(model, "_no_split_modules", None) or []
-    named = plugin.transformer_cls_names_to_wrap
-    for name in named or []:
-        if name not in there:
-            raise MachineError(
-                f"fsdp_transformer_layer_cls_to_wrap must name a class of the model, got {name}; "
-                f"leave it out, the model's own is {', '.join(own) or 'not known'}"
-            )
-    if named is None:
-        # Some models list classes that only their other variants have.
-        plugin.transformer_cls_names_to_wrap = [name for name in own if name in there]
-
-
-def _partition(accelerator: Accelerator, model: nn.Module) -> None:
-    """Cut each parameter into this process's share, one after the other, from the main process's values."""
-    import deepspeed
-
-    settings = accelerator.deepspeed_plugin.deepspeed_config
-    zero = {key: value for key, value in settings["zero_optimization"].items() if value != "auto"}
-    deepspeed.zero.Init(
-        module=model,
-        config_dict_or_path={
-            **{key: settings[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu")},
-            "gradient_accumulation_steps": settings["gradient_accumulation_steps"],
-            "zero_optimization": zero,
-            **{name: settings[name] for name in ("bf16", "fp16") if name in settings},
-        },
-        dtype=next(model.parameters()).dtype,
-    )
-
-
-def bare_model(model: nn.Module) -> nn.Module:
-    """The model itself, without the wrappers of strategy and compiler: its parameters have their own names.
-
-    Accelerate's `unwrap_model` does the same, but imports DeepSpeed to ask whether it is one of its engines.
-    """
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed(model):
-            model = model.get_submodule("module")
-        elif "_orig_mod" in model.__dict__:  # compiled by regions
-            model = model.__dict__["_orig_mod"]
-        elif "_orig_mod" in model._modules:  # compiled as a whole
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
 
 
 def release_gathered(model: nn.Module) -> None:
@@ -204,10 +150,6 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
                 )
 
 
-def is_deepspeed(model: nn.Module) -> bool:
-    return type(model).__module__.startswith("deepspeed.")
-
-
 def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     """One throw-away forward and backward, so that the first step adds gradients in the order of all others.
 
@@ -220,94 +162,3 @@ def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
         loss = model(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
     (loss * 0.0).backward()
     model.zero_grad()
-
-
-class Gradients:
-    """The gradients of a prepared model: their norm, clipping, and which of them was not finite first.
-
-    Nothing here waits for the device. The norm is exact to rounding on every engine, which torch's own is not on a CPU:
-    it adds a tensor's squares one by one in float32 and is off by 1e-5 for a million elements, 4e-4 for ten million.
-    """
-
-    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        self._accelerator = accelerator
-        self._named = [(name, p) for name, p in bare_model(model).named_parameters() if p.requires_grad]
-        self._first_bad = torch.zeros(len(self._named), device=accelerator.device, dtype=torch.bool)
-        self._has_bad = torch.zeros((), device=accelerator.device, dtype=torch.bool)
-        self._by_engine = is_deepspeed(model)
-        if self._by_engine:  # it clips, and its gradients are reduced and gone when backward returns
-            self._seen = torch.zeros_like(self._first_bad)
-            for index, (_, parameter) in enumerate(self._named):
-                parameter.register_hook(self._hook(index))
-
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            self._seen[index] |= ~gradient.isfinite().all()
-
-        return look
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Scale the gradients down to this global norm (None: never); returns the norm that they had.
-
-        Called by every process after the last backward of a step. DeepSpeed has clipped by then, to what it was handed.
-        """
-        if self._by_engine:
-            self._remember(self._seen)
-            self._seen = torch.zeros_like(self._seen)
-            of_engine = self._accelerator.clip_grad_norm_(None, 0.0)
-            return torch.as_tensor(of_engine, device=self._accelerator.device)
-        self._accelerator.unscale_gradients()
-        # A parameter that no loss depends on has no gradient, and a process may have no row of a sharded one.
-        local = [None if p.grad is None else getattr(p.grad, "_local_tensor", p.grad) for _, p in self._named]
-        there = [index for index, g in enumerate(local) if g is not None and g.numel()]
-        gradients = [g for g in local if g is not None and g.numel()]
-        norms = gradient_norms(gradients)
-        bad = ~norms.isfinite()
-        if len(there) < len(local):
-            fine, present = torch.zeros((), dtype=torch.bool, device=bad.device), iter(bad.unbind())
-            bad = torch.stack([next(present) if index in there else fine for index in range(len(local))])
-        self._remember(bad)
-        square = norms.square().sum()
-        group = self._shard_group()
-        if group is not None:
-            dist.all_reduce(square, group=group)
-        norm: Tensor = square.sqrt()
-        if max_norm is not None:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
-        return norm
-
-    def _shard_group(self) -> Any:
-        """The processes that each hold another part of the gradients."""
-        mesh = next((p.device_mesh for _, p in self._named if hasattr(p, "device_mesh")), None)
-        return None if mesh is None else mesh.get_group(mesh.ndim - 1)
-
-    def _remember(self, bad: Tensor) -> None:
-        self._first_bad = torch.where(self._has_bad, self._first_bad, bad)
-        self._has_bad = self._has_bad | bad.any()
-
-    def not_finite(self) -> list[str]:
-        """Parameters whose gradient was not finite when that first happened, on any process. Every process calls."""
-        bad = self._first_bad.to(torch.int32)
-        if dist.is_initialized():
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return [name for (name, _), is_bad in zip(self._named, bad.tolist(), strict=True) if is_bad]
-
-
-def gradient_norms(gradients: list[Tensor]) -> Tensor:
-    """Norm of each tensor, float64 [P] on a CPU, float32 elsewhere, where a device adds in a tree and loses nothing."""
-    if gradients[0].device.type != "cpu":
-        return torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
-    norms = [_norm_by_parts(g) if g.numel() > PART_ELEMENTS and g.dtype != torch.float64 else None for g in gradients]
-    small = iter(
-        torch._foreach_norm([g for g, n in zip(gradients, norms, strict=True) if n is None] or [gradients[0][:1]])
-    )
-    return torch.stack([next(small).double() if norm is None else norm for norm in norms])
-
-
-def _norm_by_parts(gradient: Tensor) -> Tensor:
-    flat = gradient.reshape(-1)
-    end = flat.numel() // PART_ELEMENTS * PART_ELEMENTS
-    parts = torch.linalg.vector_norm(flat[:end].view(-1, PART_ELEMENTS), dim=1)
-    rest = torch.linalg.vector_norm(flat[end:])
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts.double(), rest.double()[None]]))
-    return norm

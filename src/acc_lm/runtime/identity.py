@@ -16,9 +16,9 @@ from torch import nn
 
 from acc_lm.config import Config
 from acc_lm.errors import MachineError
-from acc_lm.runtime.engines import bare_model, is_deepspeed
-from acc_lm.runtime.launch import asked_strategy, launch_notes
+from acc_lm.runtime.deepspeed import offload_device, overruled_settings
 from acc_lm.runtime.pieces import pieces_of
+from acc_lm.runtime.strategy import asked_strategy, bare_model, is_deepspeed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -154,16 +154,10 @@ def _check_settings(model: Any, strategy: str, optimizer: Any, device: torch.dev
         if device.type != "cpu":
             check("fsdp_offload_params", offloads, next(model.parameters()).device.type == "cpu")
     elif strategy.startswith("deepspeed"):
-        where = {what: str(_offload_device(model, what)) for what in ("optimizer", "param")}
-        if os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none":
-            for what, got in where.items():
-                check(
-                    f"offload_{what}_device",
-                    os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none"),
-                    got,
-                )
+        for what in ("optimizer", "param"):
+            check(f"offload_{what}_device", offload_device(what), _offload_device(model, what))
         inner = type(getattr(optimizer.optimizer, "optimizer", None)).__name__
-        check("the optimizer on the CPU", where["optimizer"] != "none", inner == "DeepSpeedCPUAdam")
+        check("the optimizer on the CPU", offload_device("optimizer") != "none", inner == "DeepSpeedCPUAdam")
 
 
 def _offload_device(model: Any, what: str) -> str:
@@ -250,7 +244,8 @@ def _notes(
             notes.append(f"{local} processes share {cores} cores")
         if strategy in ("fsdp2", "hsdp") and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
             notes.append("fsdp_offload_params does nothing here: the parameters are on the CPU already")
-    notes += launch_notes(config)
+    if strategy.startswith("deepspeed"):
+        notes += overruled_settings(config, accelerator.gradient_accumulation_steps)
     training = config.training
     from_launch = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if training.mixed_precision and from_launch and from_launch != training.mixed_precision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
@@ -15,12 +14,14 @@ import torch.distributed as dist
 
 from acc_lm.config import DistributedConfig, TrainingConfig, nearest_multiples
 from acc_lm.errors import ConfigError, MachineError
-from acc_lm.runtime.config_file import check_config_file, lost_settings, resolved_deepspeed_config
+from acc_lm.runtime.config_file import check_config_file, lost_settings
+from acc_lm.runtime.deepspeed import build_models_whole, deepspeed_plugin, offload_device
 from acc_lm.runtime.extensions import build_extensions
+from acc_lm.runtime.fsdp import fsdp_plugin, mesh, shard_on_cpu
+from acc_lm.runtime.strategy import asked_strategy, flag
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 
     from acc_lm.config import Config
 
@@ -35,22 +36,18 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         ConfigError: the global batch does not divide over the processes.
     """
     training, distributed = config.training, config.distributed
-    if asked_strategy().startswith("deepspeed") and config.model.dtype != "float32":
-        raise MachineError(
-            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got "
-            f"{config.model.dtype}; for 16-bit compute use training.mixed_precision=bf16, for float64 another Accelerate config"
-        )
-    has_accelerator = torch.accelerator.is_available() and not _flag("ACCELERATE_USE_CPU")
+    has_accelerator = torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
     _refuse_silent_single_process()
     check_config_file()
     os.environ |= lost_settings()
     strategy = asked_strategy()
+    _refuse_other_masters(config, strategy)
     precision = _checked_precision(training, has_accelerator)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
     _refuse_what_a_cpu_cannot_do(distributed, strategy, has_accelerator)
     _refuse_a_hook_that_fails(config, strategy)
-    _, accumulation = split_global_batch(training, num_processes)
+    micro_batch_size, accumulation = split_global_batch(training, num_processes)
     _choose_port()
 
     from accelerate import Accelerator
@@ -76,21 +73,25 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         group.backend = distributed.backend
     keywords: dict[str, Any] = {"cpu": not has_accelerator}
     if strategy.startswith("deepspeed"):
-        keywords = {"deepspeed_plugin": _deepspeed_plugin(config, num_processes, precision, has_accelerator)}
-        build_extensions(needs_cpu_adam=_offloads_optimizer(), needs_nvme=_needs_nvme(), on_cpu=not has_accelerator)
-        os.environ.pop(
-            "ACCELERATE_USE_CPU", None
-        )  # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway
+        plugin = deepspeed_plugin(config, micro_batch_size, accumulation, precision, has_accelerator)
+        keywords = {"deepspeed_plugin": plugin}
+        build_extensions(
+            needs_cpu_adam=offload_device("optimizer") != "none",
+            needs_nvme="nvme" in (offload_device("optimizer"), offload_device("param")),
+            on_cpu=not has_accelerator,
+        )
+        # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
         if not has_accelerator:
             group.backend = "gloo"  # else Accelerate counts one process and DeepSpeed all of them
     elif strategy in ("fsdp2", "hsdp"):
         keywords |= {
-            "fsdp_plugin": _fsdp_plugin(precision, has_accelerator),
-            "parallelism_config": _mesh(num_processes),
+            "fsdp_plugin": fsdp_plugin(precision, has_accelerator),
+            "parallelism_config": mesh(num_processes),
         }
     try:
         if strategy in ("fsdp2", "hsdp") and not has_accelerator:
-            _shard_on_cpu(precision, keywords, group.to_kwargs())
+            shard_on_cpu(precision, keywords, group.to_kwargs())
         accelerator = Accelerator(
             **keywords,
             mixed_precision=precision,
@@ -114,53 +115,9 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
             f"{accelerator.num_processes}; launch with accelerate_configs/ddp.yaml, or with one process"
         )
     if strategy.startswith("deepspeed"):
-        _build_models_whole(accelerator)
+        build_models_whole(accelerator)
     _set_numerics(training, accelerator.device)
     return accelerator
-
-
-def asked_strategy() -> str:
-    """What the launch asks for, by the name that `environment.json` uses.
-
-    Raises:
-        MachineError: an engine that this project does not run.
-    """
-    if _flag("ACCELERATE_USE_MEGATRON_LM"):
-        raise MachineError(
-            "the Accelerate config must ask for one process, DDP, FSDP2 or DeepSpeed, got Megatron-LM; "
-            "use accelerate_configs/fsdp2.yaml"
-        )
-    if _flag("ACCELERATE_USE_DEEPSPEED"):
-        stage = _deepspeed_config().get("zero_optimization", {}).get("stage", 0)
-        if stage not in (1, 2, 3):
-            raise MachineError(
-                f"the ZeRO stage of the Accelerate config must be 1, 2 or 3, got {stage}, which shards nothing; "
-                "use accelerate_configs/ddp.yaml"
-            )
-        return f"deepspeed_zero{stage}"
-    sizes = {
-        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    if _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        for name in ("tp", "cp", "sp"):
-            if sizes[name] > 1:
-                raise MachineError(
-                    f"parallelism_config_{name}_size must be 1, got {sizes[name]}: this version splits data and parameters, "
-                    "not layers or rows; use accelerate_configs/hsdp.yaml"
-                )
-    if _flag("ACCELERATE_USE_FSDP"):
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise MachineError(
-                "fsdp_version must be 2, got 1, which torch no longer develops; run accelerate to-fsdp2 on the config, "
-                "or use accelerate_configs/fsdp2.yaml"
-            )
-        return "hsdp" if sizes["dp_replicate"] > 1 else "fsdp2"
-    if _flag("ACCELERATE_USE_PARALLELISM_CONFIG") and max(sizes.values()) > 1:
-        raise MachineError(
-            f"a parallelism_config must come with use_fsdp, got sizes {sizes} without; use accelerate_configs/hsdp.yaml"
-        )
-    return "ddp" if "WORLD_SIZE" in os.environ else "single"  # torchrun's one process is wrapped too
 
 
 def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[int, int]:
@@ -194,10 +151,6 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes", "y", "on")
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +161,14 @@ def _refuse_silent_single_process() -> None:
             "the launch must start the processes it was asked for, got one process (accelerate starts only one for "
             "MULTI_CPU, for --cpu with --num_processes, and for distributed_type NO); use --config_file "
             "accelerate_configs/ddp.yaml --num_processes N, which works without a GPU too, or --num_processes 1"
+        )
+
+
+def _refuse_other_masters(config: Config, strategy: str) -> None:
+    if strategy.startswith("deepspeed") and config.model.dtype != "float32":
+        raise MachineError(
+            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got "
+            f"{config.model.dtype}; for 16-bit compute use training.mixed_precision=bf16, for float64 another Accelerate config"
         )
 
 
@@ -305,206 +266,3 @@ def _set_numerics(training: TrainingConfig, device: torch.device) -> None:
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-
-# --- FSDP2 ---------------------------------------------------------------------------------------------------------
-
-
-def _fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParallelPlugin:
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-    if not os.environ.get("FSDP_AUTO_WRAP_POLICY") or os.environ["FSDP_AUTO_WRAP_POLICY"].upper() == "NO_WRAP":
-        os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"  # else everything is one unit, gathered at once
-    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    if plugin.activation_checkpointing:
-        raise MachineError(
-            "fsdp_activation_checkpointing must be false in the Accelerate config, got true; the recipe has one switch for "
-            "every backend: model.gradient_checkpointing=true"
-        )
-    if precision != "no":
-        # Accelerate's own policy also rounds the loss and the reduced gradients to 16 bits.
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}[precision]
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
-        )
-    if not has_accelerator:
-        plugin.cpu_offload = OffloadPolicy()  # the parameters are on the CPU as it is; torch would look for a GPU
-    return plugin
-
-
-def _mesh(num_processes: int) -> ParallelismConfig | None:
-    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return None
-    from accelerate.utils import ParallelismConfig
-
-    mesh = ParallelismConfig()
-    replicas, shards = mesh.dp_replicate_size, mesh.dp_shard_size
-    if replicas * shards != num_processes:
-        raise MachineError(
-            f"parallelism_config must multiply to the number of processes, got dp_replicate_size {replicas} x dp_shard_size "
-            f"{shards} for {num_processes} processes; change num_processes or the sizes"
-        )
-    return mesh
-
-
-def _shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]) -> None:
-    """Make Accelerate keep the request for FSDP on CPU processes.
-
-    It switches to FSDP for accelerators only and would train with DDP without a word. FSDP2 itself runs on gloo, so the
-    shared state is switched right after it exists, as Accelerate does for a GPU.
-    """
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, TorchDynamoPlugin
-
-    state = AcceleratorState(
-        mixed_precision=precision, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True, **keywords, **group
-    )
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = keywords["fsdp_plugin"]
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-# --- DeepSpeed -----------------------------------------------------------------------------------------------------
-
-
-def _deepspeed_config() -> dict[str, Any]:
-    """The DeepSpeed config that the launch asks for, from its file or from the variables of the launcher."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if file == "none":
-        return {"zero_optimization": {"stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}}
-    file = resolved_deepspeed_config(file)
-    try:
-        config: dict[str, Any] = json.loads(Path(file).read_text())
-    except OSError:
-        raise MachineError(
-            f"deepspeed_config_file must exist, got {file!r}; give its path from where you launch, or from beside the yaml"
-        ) from None
-    except ValueError as error:
-        raise MachineError(f"{file} must be JSON, got: {error}; mend it") from None
-    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
-        raise MachineError(f"{file} must be a mapping with a zero_optimization section, got none; add it")
-    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
-    return config
-
-
-def _offload_devices() -> set[str]:
-    zero = _deepspeed_config()["zero_optimization"]
-    devices = {(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
-    if os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none":
-        devices |= {os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{k}_DEVICE", "none") for k in ("OPTIMIZER", "PARAM")}
-    return devices - {"none", None}
-
-
-def _offloads_optimizer() -> bool:
-    zero = _deepspeed_config()["zero_optimization"]
-    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none" or os.environ.get(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"
-    ) != "none"
-
-
-def _needs_nvme() -> bool:
-    return "nvme" in _offload_devices()
-
-
-def _deepspeed_plugin(config: Config, num_processes: int, precision: str, has_accelerator: bool) -> DeepSpeedPlugin:
-    """Accelerate's plugin, with everything that the recipe owns handed over from the recipe.
-
-    Raises:
-        MachineError: a hand-written DeepSpeed config says something else than the recipe.
-    """
-    from accelerate.utils import DeepSpeedPlugin
-
-    by_hand = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none"
-    micro, accumulation = split_global_batch(config.training, num_processes)
-    clip = config.optimizer.max_grad_norm or 0.0
-    owned: dict[str, Any] = {
-        "train_batch_size": config.training.global_batch_size,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip,
-    }
-    if by_hand:
-        _refuse_contradictions(_deepspeed_config(), owned, precision)
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
-    try:
-        plugin = DeepSpeedPlugin(zero3_init_flag=False)
-    except ValueError as error:  # Accelerate's own reasons
-        raise MachineError(
-            f"the DeepSpeed settings must be ones that Accelerate takes, got: {' '.join(str(error).split())}"
-        ) from None
-    settings = plugin.deepspeed_config
-    settings |= owned
-    plugin.gradient_accumulation_steps = accumulation
-    zero = settings["zero_optimization"]
-    bytes_per_gradient = 4
-    zero.setdefault("reduce_bucket_size", int(config.distributed.bucket_cap_mb * 2**20) // bytes_per_gradient)
-    if not has_accelerator:
-        # Small tensors would stay whole, which in a small rehearsal is all of them.
-        zero.setdefault("stage3_param_persistence_threshold", 0)
-    if precision != "no":
-        # As under the other engines: 16 bits compute, 32 bits sum and are summed over the processes.
-        settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        settings.setdefault("communication_data_type", "fp32")
-    return plugin
-
-
-def _build_models_whole(accelerator: Accelerator) -> None:
-    """Let go of the global state by which transformers would draw each weight in shards, from another random sequence."""
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    accelerator.deepspeed_plugin.dschf = None
-
-
-def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], precision: str) -> None:
-    file = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
-    keys = {
-        "train_batch_size": "training.global_batch_size",
-        "train_micro_batch_size_per_gpu": "training.micro_batch_size",
-        "gradient_accumulation_steps": "training.global_batch_size / (micro_batch_size x processes)",
-        "gradient_clipping": "optimizer.max_grad_norm",
-    }
-    problems = [
-        f"{file}: {key} must be auto or what the recipe says ({keys[key]}: {value}), got {settings[key]}; set it to auto"
-        for key, value in owned.items()
-        if settings.get(key, "auto") not in ("auto", value)
-    ]
-    problems += [
-        f"{file}: {key} must be left out, got one; the recipe's {key} section is handed over"
-        for key in ("optimizer", "scheduler")
-        if key in settings
-    ]
-    for name in ("fp16", "bf16"):
-        enabled = settings.get(name, {}).get("enabled", "auto")
-        if enabled not in ("auto", precision == name):
-            problems.append(
-                f"{file}: {name}.enabled must be auto or {str(precision == name).lower()}, got {str(enabled).lower()}; "
-                "precision is the recipe's (training.mixed_precision); set it to auto"
-            )
-    if settings.get("torch_autocast", {}).get("enabled"):
-        problems.append(
-            f"{file}: torch_autocast must be left out; precision is the recipe's (training.mixed_precision)"
-        )
-    if problems:
-        raise MachineError(*problems)
-
-
-def launch_notes(config: Config) -> list[str]:
-    """What the launch says and the recipe overrules, one line each."""
-    if not _flag("ACCELERATE_USE_DEEPSPEED") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
-        return []
-    _, accumulation = split_global_batch(config.training, int(os.environ.get("WORLD_SIZE", "1")))
-    asked = {
-        "gradient_accumulation_steps": (os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"), accumulation),
-        "gradient_clipping": (
-            os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto"),
-            config.optimizer.max_grad_norm or 0,
-        ),
-    }
-    written = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")  # the launcher fills in the others by itself
-    return [
-        f"{key} {value} of the Accelerate config is overruled: the recipe makes it {ours}"
-        for key, (value, ours) in asked.items()
-        if key in written and value not in ("auto", "none") and float(value) != float(ours)
-    ]

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from acc_lm.errors import MachineError
+from acc_lm.runtime.strategy import bare_model, is_deepspeed
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -51,8 +54,6 @@ class Piece:
 
 def pieces_of(model: nn.Module, optimizer: Any) -> list[Piece]:
     """The pieces of a prepared model and its optimizer on this process."""
-    from acc_lm.runtime.engines import bare_model, is_deepspeed
-
     inner = getattr(optimizer, "optimizer", optimizer)
     named = list(bare_model(model).named_parameters())
     if not is_deepspeed(model):
@@ -78,7 +79,9 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
             mesh = parameter.device_mesh
             _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
             if any(offset[1:]):
-                raise NotImplementedError(f"{name} is cut along another dimension than the first")
+                raise MachineError(
+                    f"parameters must be cut along their first dimension, got another for {name}; use accelerate_configs/fsdp2.yaml"
+                )
             start = offset[0] * math.prod(parameter.shape[1:]) if offset else 0
             coordinate = mesh.get_coordinate()
             replica = (coordinate[0], mesh.size(0)) if mesh.ndim == 2 and coordinate else (0, 1)
@@ -196,8 +199,6 @@ def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
 
 def full_precision(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
     """Type in which the engine keeps what it updates: DeepSpeed holds fp32 weights beside those it computes with."""
-    from acc_lm.runtime.engines import is_deepspeed
-
     return torch.float32 if is_deepspeed(model) and parameter.requires_grad else parameter.dtype
 
 
@@ -224,8 +225,6 @@ def start_state(optimizer: Any, num_updates: int) -> None:
     """Give the optimizer the state it would have after `num_updates`, with moments still to be filled in."""
     inner, tensors = _state_tensors(optimizer)
     of_torch = isinstance(inner, torch.optim.AdamW)
-    for group in inner.param_groups:
-        group.setdefault("step", num_updates) if not of_torch else None
     on_device = {
         id(p): group.get("fused") or group.get("capturable") for group in inner.param_groups for p in group["params"]
     }
@@ -248,8 +247,6 @@ def start_state(optimizer: Any, num_updates: int) -> None:
 
 def publish_weights(model: nn.Module) -> None:
     """After weights were put: make the engine compute with them."""
-    from acc_lm.runtime.engines import is_deepspeed
-
     if not is_deepspeed(model):
         return
     optimizer: Any = model.optimizer
@@ -281,23 +278,16 @@ def gather_tensor(
     return whole.view(shape)
 
 
-def broadcast_weights(
-    accelerator: Accelerator,
-    pieces: list[Piece],
-    names: list[str],
-    tensors: list[Tensor],
-    shapes: list[tuple[int, ...]],
-) -> None:
-    """Put the main process's weights into everybody's pieces, one tensor at a time."""
-    by_name: dict[str, list[Piece]] = {name: [] for name in names}
+def broadcast_weights(accelerator: Accelerator, pieces: list[Piece], weights: dict[str, Tensor]) -> None:
+    """Put the main process's weights into everybody's pieces, one tensor at a time; elsewhere they are on `meta`."""
+    by_name: dict[str, list[Piece]] = {name: [] for name in weights}
     for piece in pieces:
         by_name[piece.name].append(piece)
-    for name, tensor, shape in zip(names, tensors, shapes, strict=True):
-        whole = (
-            tensor.to(accelerator.device)
-            if accelerator.is_main_process
-            else torch.empty(shape, dtype=tensor.dtype, device=accelerator.device)
-        )
+    for name, tensor in weights.items():
+        if accelerator.is_main_process:
+            whole = tensor.to(accelerator.device)
+        else:
+            whole = torch.empty_like(tensor, device=accelerator.device)
         dist.broadcast(whole, 0)
         for piece in by_name[name]:
             piece.put(WEIGHT, whole.view(-1)[piece.start : piece.start + piece.length].float())

@@ -1,0 +1,178 @@
+"""DeepSpeed: its settings from the Accelerate config, completed with everything that the recipe owns."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from acc_lm.errors import MachineError
+from acc_lm.runtime.config_file import resolved_deepspeed_config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    from acc_lm.config import Config
+
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+def deepspeed_config() -> dict[str, Any]:
+    """The DeepSpeed config that the launch asks for, from its file or from the variables of the launcher.
+
+    Raises:
+        MachineError: the file cannot be read, or does not configure ZeRO.
+    """
+    if not _is_by_hand():
+        zero: dict[str, Any] = {"stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
+        for what in ("optimizer", "param"):
+            device = os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")
+            zero |= {f"offload_{what}": {"device": device}}
+        return {"zero_optimization": zero}
+    file = resolved_deepspeed_config(os.environ[FILE])
+    try:
+        config: dict[str, Any] = json.loads(Path(file).read_text())
+    except OSError:
+        raise MachineError(
+            f"deepspeed_config_file must exist, got {file!r}; give its path from where you launch, or from beside the yaml"
+        ) from None
+    except ValueError as error:
+        raise MachineError(f"{file} must be JSON, got: {error}; mend it") from None
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        raise MachineError(f"{file} must be a mapping with a zero_optimization section, got none; add it")
+    os.environ[FILE] = file  # Accelerate looks from the current folder only
+    return config
+
+
+def _is_by_hand() -> bool:
+    """Whether the launch names a DeepSpeed config file of its own."""
+    return os.environ.get(FILE, "none") != "none"
+
+
+def offload_device(what: str) -> str:
+    """none, cpu or nvme: where the launch asks to keep the `optimizer` or the `param`eters."""
+    section = deepspeed_config()["zero_optimization"].get(f"offload_{what}") or {}
+    return str(section.get("device") or "none")
+
+
+def deepspeed_plugin(
+    config: Config, micro_batch_size: int, accumulation: int, precision: str, has_accelerator: bool
+) -> DeepSpeedPlugin:
+    """Accelerate's plugin, with everything that the recipe owns handed over from the recipe.
+
+    Raises:
+        MachineError: a hand-written DeepSpeed config says something else than the recipe.
+    """
+    from accelerate.utils import DeepSpeedPlugin
+
+    owned: dict[str, Any] = {
+        "train_batch_size": config.training.global_batch_size,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.optimizer.max_grad_norm or 0.0,
+    }
+    if _is_by_hand():
+        _refuse_contradictions(deepspeed_config(), owned, precision)
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
+    try:
+        plugin = DeepSpeedPlugin(zero3_init_flag=False)
+    except ValueError as error:  # Accelerate's own reasons
+        raise MachineError(
+            f"the DeepSpeed settings must be ones that Accelerate takes, got: {' '.join(str(error).split())}"
+        ) from None
+    settings = plugin.deepspeed_config
+    settings |= owned
+    plugin.gradient_accumulation_steps = accumulation
+    zero = settings["zero_optimization"]
+    bytes_per_gradient = 4
+    zero.setdefault("reduce_bucket_size", int(config.distributed.bucket_cap_mb * 2**20) // bytes_per_gradient)
+    if not has_accelerator:
+        # Small tensors would stay whole, which in a small rehearsal is all of them.
+        zero.setdefault("stage3_param_persistence_threshold", 0)
+    if precision != "no":
+        # As under the other engines: 16 bits compute, 32 bits sum and are summed over the processes.
+        settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        settings.setdefault("communication_data_type", "fp32")
+    return plugin
+
+
+def build_models_whole(accelerator: Accelerator) -> None:
+    """Let go of the global state by which transformers would draw each weight in shards, from another random sequence."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    accelerator.deepspeed_plugin.dschf = None
+
+
+def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], precision: str) -> None:
+    file = os.environ[FILE]
+    keys = {
+        "train_batch_size": "training.global_batch_size",
+        "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+        "gradient_accumulation_steps": "training.global_batch_size / (micro_batch_size x processes)",
+        "gradient_clipping": "optimizer.max_grad_norm",
+    }
+    problems = [
+        f"{file}: {key} must be auto or what the recipe says ({keys[key]}: {value}), got {settings[key]}; set it to auto"
+        for key, value in owned.items()
+        if settings.get(key, "auto") not in ("auto", value)
+    ]
+    problems += [
+        f"{file}: {key} must be left out, got one; the recipe's {key} section is handed over"
+        for key in ("optimizer", "scheduler")
+        if key in settings
+    ]
+    for name in ("fp16", "bf16"):
+        enabled = settings.get(name, {}).get("enabled", "auto")
+        if enabled not in ("auto", precision == name):
+            problems.append(
+                f"{file}: {name}.enabled must be auto or {str(precision == name).lower()}, got {str(enabled).lower()}; "
+                "precision is the recipe's (training.mixed_precision); set it to auto"
+            )
+    if settings.get("torch_autocast", {}).get("enabled"):
+        problems.append(
+            f"{file}: torch_autocast must be left out; precision is the recipe's (training.mixed_precision)"
+        )
+    if problems:
+        raise MachineError(*problems)
+
+
+def overruled_settings(config: Config, accumulation: int) -> list[str]:
+    """What the launch says and the recipe overrules, one line each."""
+    if _is_by_hand():
+        return []
+    asked = {
+        "gradient_accumulation_steps": (os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"), accumulation),
+        "gradient_clipping": (
+            os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto"),
+            config.optimizer.max_grad_norm or 0,
+        ),
+    }
+    written = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")  # the launcher fills in the others by itself
+    return [
+        f"{key} {value} of the Accelerate config is overruled: the recipe makes it {ours}"
+        for key, (value, ours) in asked.items()
+        if key in written and value not in ("auto", "none") and float(value) != float(ours)
+    ]
+
+
+def partition(accelerator: Accelerator, model: nn.Module) -> None:
+    """Cut each parameter into this process's share, one after the other, from the main process's values."""
+    import deepspeed
+
+    settings = accelerator.deepspeed_plugin.deepspeed_config
+    zero = {key: value for key, value in settings["zero_optimization"].items() if value != "auto"}
+    deepspeed.zero.Init(
+        module=model,
+        config_dict_or_path={
+            **{key: settings[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu")},
+            "gradient_accumulation_steps": settings["gradient_accumulation_steps"],
+            "zero_optimization": zero,
+            **{name: settings[name] for name in ("bf16", "fp16") if name in settings},
+        },
+        dtype=next(model.parameters()).dtype,
+    )

@@ -1,0 +1,78 @@
+"""The strategy that the launch asks for, and the model inside what that strategy made of it."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+
+from acc_lm.errors import MachineError
+from acc_lm.runtime.deepspeed import deepspeed_config
+
+
+def asked_strategy() -> str:
+    """What the launch asks for, by the name that `environment.json` uses.
+
+    Raises:
+        MachineError: an engine that this project does not run.
+    """
+    if flag("ACCELERATE_USE_MEGATRON_LM"):
+        raise MachineError(
+            "the Accelerate config must ask for one process, DDP, FSDP2 or DeepSpeed, got Megatron-LM; "
+            "use accelerate_configs/fsdp2.yaml"
+        )
+    if flag("ACCELERATE_USE_DEEPSPEED"):
+        stage = deepspeed_config().get("zero_optimization", {}).get("stage", 0)
+        if stage not in (1, 2, 3):
+            raise MachineError(
+                f"the ZeRO stage of the Accelerate config must be 1, 2 or 3, got {stage}, which shards nothing; "
+                "use accelerate_configs/ddp.yaml"
+            )
+        return f"deepspeed_zero{stage}"
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    if flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        for name in ("tp", "cp", "sp"):
+            if sizes[name] > 1:
+                raise MachineError(
+                    f"parallelism_config_{name}_size must be 1, got {sizes[name]}: this version splits data and parameters, "
+                    "not layers or rows; use accelerate_configs/hsdp.yaml"
+                )
+    if flag("ACCELERATE_USE_FSDP"):
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise MachineError(
+                "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml, hsdp.yaml for "
+                "HYBRID_SHARD, ddp.yaml for NO_SHARD (accelerate to-fsdp2 would turn these two into full shards)"
+            )
+        return "hsdp" if sizes["dp_replicate"] > 1 else "fsdp2"
+    if flag("ACCELERATE_USE_PARALLELISM_CONFIG") and max(sizes.values()) > 1:
+        raise MachineError(
+            f"a parallelism_config must come with use_fsdp, got sizes {sizes} without; use accelerate_configs/hsdp.yaml"
+        )
+    return "ddp" if "WORLD_SIZE" in os.environ else "single"  # torchrun's one process is wrapped too
+
+
+def flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes", "y", "on")
+
+
+def is_deepspeed(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("deepspeed.")
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model itself, without the wrappers of strategy and compiler: its parameters have their own names.
+
+    Accelerate's `unwrap_model` does the same, but imports DeepSpeed to ask whether it is one of its engines.
+    """
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed(model):
+            model = model.get_submodule("module")
+        elif "_orig_mod" in model.__dict__:  # compiled by regions
+            model = model.__dict__["_orig_mod"]
+        elif "_orig_mod" in model._modules:  # compiled as a whole
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
