@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli.arguments import parse_train_arguments
-from acc_lm.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, StorageError, UserError, print_problems, storage_reason
+from acc_lm.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    Preempted,
+    StorageError,
+    UserError,
+    print_problems,
+    storage_reason,
+)
+from acc_lm.stop import SAVE, StopRequest, die_with_launcher
 from acc_lm.summary import write_failure
 
 if TYPE_CHECKING:
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
-def train(config: Config, dry_run: bool = False) -> int:
+def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> int:
     """Train as the recipe says, or only try everything once; returns the exit code."""
     # Imported here and not above, so that --help and a misspelt key answer at once.
     from acc_lm import checkpoint, history, retention, runtime
@@ -117,7 +126,7 @@ def train(config: Config, dry_run: bool = False) -> int:
 
     def evaluate() -> EvaluationResult:
         num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
-        return evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows)
+        return evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows, stop_request.check)
 
     def evaluate_and_log() -> EvaluationResult:
         result = evaluate()
@@ -138,7 +147,7 @@ def train(config: Config, dry_run: bool = False) -> int:
     result, stop = None, None
     started = logged = time.monotonic()
     logged_tokens = progress.tokens
-    with runtime.StopRequest().listening(accelerator) as stop_request:
+    with stop_request.saving(accelerator):
         for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
             step = progress.step + 1
             rows = order.rows_at(step)
@@ -152,7 +161,8 @@ def train(config: Config, dry_run: bool = False) -> int:
             bar.advance()
             if is_due(step, config.distributed.check_parameters_every, 0):
                 runtime.check_replicas(accelerator, model, step)
-            stop = stop_request.agreed() if step < num_steps else None
+            request = stop_request.agreed() if step < num_steps else None
+            stop = None if request == SAVE else request
             result = None
 
             if is_due(step, training.log_every, num_steps) or step == 1:
@@ -174,9 +184,12 @@ def train(config: Config, dry_run: bool = False) -> int:
                 bar.show(step, metrics)
             pause = time.monotonic()
             if is_due(step, training.eval_every, num_steps) and not stop:
-                result = evaluate_and_log()
+                try:
+                    result = evaluate_and_log()
+                except Preempted:  # the run that goes on makes up for it
+                    request = stop = stop_request.agreed()
             if (
-                stop
+                request
                 or is_due(step, config.checkpoint.every, num_steps)
                 or order.completes_epochs(step, config.checkpoint.every_epochs)
                 or (
@@ -189,6 +202,7 @@ def train(config: Config, dry_run: bool = False) -> int:
                 saved = checkpoint.save_checkpoint(
                     accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from
                 )
+                stop_request.done()
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             if stop:
                 break
@@ -243,7 +257,12 @@ def main(arguments: list[str]) -> int:
         if parsed is None:
             return 0
         config, dry_run = parsed
-        return train(config, dry_run)
+        die_with_launcher()
+        with StopRequest(Path(config.output_dir), config.training.max_minutes).listening() as stop_request:
+            return train(config, stop_request, dry_run)
+    except Preempted as stop:
+        status, code, reason = stop.status, stop.exit_code, str(stop)
+        print(reason, file=sys.stderr)
     except UserError as error:
         status, code, reason = error.status, error.exit_code, str(error)
         print_problems(error)

@@ -10,7 +10,7 @@ from processes import ROOT
 
 SOURCE = ROOT / "src" / "acc_lm"
 FLOORS = {
-    "errors": 0, "losses": 0, "order": 0, "progress": 0, "history": 0,
+    "errors": 0, "losses": 0, "order": 0, "progress": 0, "history": 0, "stop": 0,
     "config": 1, "recipe": 1,
     "sources": 2, "tokenizer": 2, "data": 2, "attention": 2, "model": 2, "optimizer": 2, "schedule": 2, "runtime": 2, "tracking": 2,
     "step": 3, "evaluation": 3, "checkpoint": 3, "retention": 3, "dry_run": 3, "export": 3, "summary": 3, "console": 3,
@@ -123,4 +123,4 @@ def test_nothing_is_executed_that_came_from_a_file(file: Path) -> None:
 
 def test_train_reads_in_one_sitting() -> None:
     lines = (ROOT / "train.py").read_text().splitlines()
-    assert len(lines) <= 270
+    assert len(lines) <= 300

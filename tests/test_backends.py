@@ -289,7 +289,7 @@ def test_the_exported_models_have_the_evaluation_loss_that_was_measured(exported
 def one_step(arguments: list[str]) -> int:
     """`train.py`, stopped as if a signal had come in its first step."""
     import train
-    from acc_lm.runtime import StopRequest
+    from acc_lm.stop import StopRequest
 
     StopRequest.agreed = lambda self: "SIGTERM"  # type: ignore[method-assign]
     return train.main(arguments)

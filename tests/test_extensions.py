@@ -74,6 +74,13 @@ def test_a_build_is_announced_and_its_failure_reaches_the_other_processes(
     assert not list(tmp_path.glob("tmp-*"))
 
 
+def test_each_installation_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths of the sources stand in the build files: shared, each start from another place would build anew."""
+    here = extensions.extensions_folder()
+    monkeypatch.setattr(extensions.sys, "prefix", "/another/venv")
+    assert extensions.extensions_folder() != here
+
+
 def test_nvme_without_libaio_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "extensions_folder", lambda: tmp_path)
     monkeypatch.setattr(extensions, "has_libaio", lambda: False)

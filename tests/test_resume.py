@@ -169,7 +169,10 @@ def test_a_longer_run_goes_on_and_says_so(tiny: list[str], tmp_path: Path) -> No
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 8
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(number, number.name) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)],
+)
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_signal_finishes_the_step_saves_and_exits_75(
     number: int, name: str, num_processes: int, dropout_recipe: list[str], tmp_path: Path

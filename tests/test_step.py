@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,8 +213,9 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
 
     def run() -> list[str]:
         from acc_lm.progress import Progress
-        from acc_lm.runtime import Gradients, StopRequest, build_accelerator
+        from acc_lm.runtime import Gradients, build_accelerator
         from acc_lm.step import train_step
+        from acc_lm.stop import StopRequest
 
         accelerator = build_accelerator(make_config(12, 6))
         model = make_model(model_name, "float32")
@@ -229,7 +231,7 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
                 return original(self, *arguments)
 
             setattr(torch.Tensor, name, trap)
-        with StopRequest().listening(accelerator) as stop_request:
+        with StopRequest(Path("nowhere"), 60).listening() as stop_request, stop_request.saving(accelerator):
             for step in range(1, 4):
                 batches = [rows.__getitems__(list(range(6))), rows.__getitems__(list(range(6, 12)))]
                 outcome = train_step(

@@ -149,6 +149,8 @@ class TrainingConfig(Section):
     """Period of the evaluation, in steps; the last step is always evaluated."""
     eval_batches: PositiveInt | None = None
     """Evaluate on this many batches of `global_batch_size` rows; null: on all held-out rows."""
+    max_minutes: PositiveFloat | None = None
+    """Save and stop after this time, in minutes since the start; the same command goes on."""
 
     @model_validator(mode="after")
     def _lengths(self) -> TrainingConfig:
@@ -331,6 +333,7 @@ NOT_LEARNED = (
     "training.log_every",
     "training.eval_every",
     "training.eval_batches",
+    "training.max_minutes",
     "training.deterministic",
     "model.gradient_checkpointing",
 )

@@ -62,6 +62,13 @@ class StorageError(UserError):
     status = "storage_error"
 
 
+class Preempted(UserError):
+    """Asked to stop where there was nothing new to save."""
+
+    exit_code = 75
+    status = "preempted"
+
+
 def storage_reason(error: BaseException) -> str | None:
     """The system's words when an error says that a disk is full, read-only or broken; None for any other error."""
     in_text = re.search(
@@ -90,5 +97,5 @@ def print_problems(error: UserError) -> None:
         print(f"error: {problem}", file=sys.stderr, flush=True)
 
 
-EXIT_PREEMPTED = 75
+EXIT_PREEMPTED = Preempted.exit_code
 EXIT_INTERRUPTED = 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from acc_lm.step import to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+PAUSE = 8
+"""Batches between two calls of `between`."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,18 @@ class EvaluationResult:
 
 
 def evaluate_rows(
-    accelerator: Accelerator, model: nn.Module, rows: Rows, batch_size: int, num_rows: int | None = None
+    accelerator: Accelerator,
+    model: nn.Module,
+    rows: Rows,
+    batch_size: int,
+    num_rows: int | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Exact evaluation of the first `num_rows` rows (None: all), shared out over the processes.
 
     Args:
         batch_size: rows per forward pass of one process; never changes the result.
+        between: called by every process after every few batches; what it raises ends the evaluation.
     """
     num_rows = len(rows) if num_rows is None else min(num_rows, len(rows))
     batches = evaluation_batches(
@@ -60,14 +71,18 @@ def evaluate_rows(
     sums = torch.zeros(4, dtype=dtype, device=device)
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        for batch in build_loader(rows, batches, 0, pin_memory=device.type == "cuda"):
-            nll, num_targets, num_correct = model(**to_device(batch, device))
-            sums[0] += nll
-            sums[1] += num_targets
-            sums[2] += num_correct
-    release_gathered(model)
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            for number, batch in enumerate(build_loader(rows, batches, 0, pin_memory=device.type == "cuda"), start=1):
+                nll, num_targets, num_correct = model(**to_device(batch, device))
+                sums[0] += nll
+                sums[1] += num_targets
+                sums[2] += num_correct
+                if number % PAUSE == 0:
+                    between()
+    finally:
+        release_gathered(model)
+        model.train(was_training)
     sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
     nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()
     return EvaluationResult(

@@ -10,12 +10,12 @@
     gradients     their norm, clipping, and which was no number
     identity      what really runs, read from the live objects
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
-    ending        signals, memory, and a process group that ends cleanly
+    ending        memory, and a process group that ends cleanly
 
 Everything else sees an `Accelerator` that is what the launch asked for, or an error that says why it is not.
 """
 
-from acc_lm.runtime.ending import StopRequest, close, peak_memory_gb
+from acc_lm.runtime.ending import close, peak_memory_gb
 from acc_lm.runtime.engines import (
     check_replicas,
     gather_objects,
@@ -46,7 +46,6 @@ __all__ = [
     "Gradients",
     "Identity",
     "Piece",
-    "StopRequest",
     "bare_model",
     "build_accelerator",
     "check_replicas",

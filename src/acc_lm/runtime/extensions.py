@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+import xxhash
 
 from acc_lm.data import cache_folder
 from acc_lm.errors import MachineError
@@ -64,11 +65,15 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
 
 
 def extensions_folder() -> Path:
-    """By machine too: the code is compiled for this processor, and a home folder may be shared by different ones."""
+    """By machine too: the code is compiled for this processor, and a home folder may be shared by different ones.
+
+    And by installation: the sources' paths stand in the build files, and from another place all would be built again.
+    """
     versions = (
         f"py{sys.version_info.major}{sys.version_info.minor}-torch{version('torch')}-deepspeed{version('deepspeed')}"
     )
-    return cache_folder() / "torch_extensions" / f"{platform.node()}-{versions}"
+    place = xxhash.xxh3_64_hexdigest(sys.prefix.encode())[:8]
+    return cache_folder() / "torch_extensions" / f"{platform.node()}-{versions}-{place}"
 
 
 def _look_at_lock(lock: Path, is_ours: bool) -> None:

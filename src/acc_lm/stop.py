@@ -1,0 +1,140 @@
+"""All that asks a run to stop or to save: signals, files, a time limit, and the death of its launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from acc_lm.errors import EXIT_INTERRUPTED, Preempted, is_main_process
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SAVE = "SAVE"
+"""The answer of `StopRequest.agreed` that asks for a checkpoint and not for an end."""
+# What processes agree on is the highest number that one of them has: signals have those of the system, below 65.
+NUMBERS = {
+    SAVE: 1,
+    **{number.name: int(number) for number in SIGNALS},
+    "the file STOP": 101,
+    "training.max_minutes": 102,
+}
+NAMES = {number: name for name, number in NUMBERS.items()}
+FILE_SECONDS = 0.5
+
+
+class StopRequest:
+    """All that asks a run to stop or to save, as a flag that its processes agree on after a step.
+
+    Signals, a file STOP or SAVE in the run's folder, a time limit. In the loop they wait for the end of the step; before
+    and after it there is nothing to save, and a signal ends the run where it is. A second Ctrl-C leaves at once:
+    launchers pass one on to processes that have already seen it, so two within a second are one.
+    """
+
+    def __init__(self, output_dir: Path, max_minutes: float | None = None) -> None:
+        self._output_dir = output_dir
+        self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._reason: str | None = None
+        self._wants_save = False
+        self._looked = 0.0
+        self._first_interrupt: float | None = None
+        self._in_loop = False
+        self._group: Any = None
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Receive signals for as long as the context lasts."""
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def saving(self, accelerator: Accelerator) -> Iterator[None]:
+        """The loop: until the context ends, a request waits for `agreed`. Every process calls."""
+        import torch.distributed as dist
+
+        if accelerator.num_processes > 1:
+            # A group on the CPU: agreeing must not wait for the device.
+            self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+        self._in_loop = True
+        try:
+            yield
+        finally:
+            self._in_loop = False
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self._first_interrupt is not None and now - self._first_interrupt > 1.0:
+                os.write(2, b"\ninterrupted twice: leaving at once, nothing saved since the last checkpoint\n")
+                os._exit(EXIT_INTERRUPTED)
+            self._first_interrupt = self._first_interrupt or now
+        name = signal.Signals(number).name
+        if self._reason is not None:
+            if is_main_process():
+                os.write(2, f"\n{name}: already stopping, because of {self._reason}\n".encode())
+            return
+        self._reason = name
+        if not self._in_loop:
+            raise Preempted(f"stopped by {name} where there was nothing new to save; the same command goes on")
+        if is_main_process():
+            os.write(2, f"\n{name}: finishing the step, then saving (Ctrl-C again leaves at once)\n".encode())
+
+    def _mine(self) -> int:
+        """What this process knows, as a number; only the main one looks at files."""
+        now = time.monotonic()
+        if self._reason is None and self._end is not None and now > self._end:
+            self._reason = "training.max_minutes"
+        if is_main_process() and now - self._looked > FILE_SECONDS:
+            self._looked = now
+            if self._reason is None and (self._output_dir / "STOP").exists():
+                self._reason = "the file STOP"
+            self._wants_save = (self._output_dir / SAVE).exists()
+        return NUMBERS[self._reason] if self._reason else int(self._wants_save)
+
+    def agreed(self) -> str | None:
+        """Why to stop, SAVE, or None; the same answer on every process. Called by all, after a step."""
+        number = self._mine()
+        if self._group is not None:
+            import torch
+            import torch.distributed as dist
+
+            numbers = torch.tensor([number])
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+            number = int(numbers.numpy()[0])
+        return NAMES.get(number)
+
+    def check(self) -> None:
+        """`agreed`, as an exception where it is a stop, for what may be left in the middle. Called by all, acts in the loop."""
+        if self._in_loop and (reason := self.agreed()) not in (None, SAVE):
+            raise Preempted(f"stopped by {reason}")
+
+    def done(self) -> None:
+        """After a checkpoint was saved: the files that asked for it are answered."""
+        if is_main_process():
+            for name in ("STOP", SAVE):
+                (self._output_dir / name).unlink(missing_ok=True)
+        self._wants_save = False
+
+
+def die_with_launcher() -> None:
+    """Ask Linux for a SIGTERM when the launcher dies, however it dies, so that no process of a run is left behind."""
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if not is_launched or sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != launcher:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,227 @@
+"""Whatever asks a run to stop, wherever it is: nothing is lost, nothing is left behind, and the same command goes on."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import ROOT, Finished, Launch, run_training, start_training
+from test_resume import assert_equal_runs, wait_for
+
+
+def wrap(place: str, before: Callable[[], None], call: int = 1) -> None:
+    """Let `before` run at the n-th call of `module.function`, in this process."""
+    module, _, name = place.rpartition(".")
+    room = importlib.import_module(module)
+    original, calls = getattr(room, name), iter(range(1, 10**6))
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == call:
+            before()
+        return original(*arguments, **keywords)
+
+    setattr(room, name, wrapped)
+
+
+def train_with(arguments: list[str], prepare: Callable[[], None], num_processes: int = 1) -> Finished:
+    def run() -> int:
+        import train
+
+        prepare()
+        return train.main(arguments)
+
+    return Launch(run, num_processes).wait(120)
+
+
+def tell(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)  # a signal is handled between two instructions of Python
+
+
+BEFORE_THE_LOOP = {
+    "looking at the model": "acc_lm.model.check_model",
+    "reading text": "acc_lm.data.open_corpus",
+    "training the tokenizer": "acc_lm.data.make_tokenizer",
+    "drawing weights": "acc_lm.model.build_model",
+    "preparing": "acc_lm.runtime.prepare",
+}
+
+
+@pytest.mark.parametrize("phase", BEFORE_THE_LOOP)
+def test_before_the_loop_a_signal_ends_the_run_where_it_is(phase: str, tiny: list[str], tmp_path: Path) -> None:
+    fresh = [*tiny, f"data.cache_dir={tmp_path / 'cache'}"]
+    finished = train_with(fresh, lambda: wrap(BEFORE_THE_LOOP[phase], tell))
+    assert finished.codes == [75], finished.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
+    assert "stopped by SIGTERM where there was nothing new to save; the same command goes on" in summary["reason"]
+    assert "Traceback" not in finished.output
+    run_training(fresh)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 6
+
+
+IN_THE_LOOP = {
+    "the first step": ("acc_lm.step.train_step", 1, 1),
+    "a later step": ("acc_lm.step.train_step", 4, 4),
+    "a log": ("acc_lm.history.append", 2, 2),
+    "a save": ("acc_lm.checkpoint._write_mine", 1, 2),
+    "a commit": ("acc_lm.checkpoint._commit", 1, 2),
+    "a rotation": ("acc_lm.checkpoint.rotate", 2, 4),
+}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("phase", IN_THE_LOOP)
+def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
+    phase: str, num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
+    place, call, step = IN_THE_LOOP[phase]
+
+    def prepare() -> None:
+        only_main = place.endswith(("append", "_commit", "rotate"))
+        if os.environ.get("RANK", "0") == ("0" if only_main else str(num_processes - 1)):
+            wrap(place, lambda: (tell(), tell()), call)  # told twice, which changes nothing
+
+    finished = train_with(tiny, prepare, num_processes)
+    assert finished.codes == [75] * num_processes, finished.outputs
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    # What comes while a step is being saved is seen after the next one.
+    assert summary["step"] in (step, step + 1)
+    assert summary["reason"] == "SIGTERM"
+    assert Path(summary["last_checkpoint"]).name == f"step-{summary['step']:08d}"
+    assert not list((tmp_path / "run/checkpoints").glob("tmp-*"))
+    run_training(tiny, num_processes)
+    run_training([*tiny, f"output_dir={tmp_path / 'whole'}"], num_processes)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run", 6)
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: list[str], tmp_path: Path) -> None:
+    """The last step's evaluation too: the model is exported by the run that goes on."""
+    many = [*tiny, "training.micro_batch_size=1", "data.eval_fraction=0.5"]
+
+    def prepare() -> None:
+        import acc_lm.evaluation
+
+        acc_lm.evaluation.PAUSE = 1
+        if os.environ.get("RANK") == "1":
+            wrap("acc_lm.step.train_step", lambda: wrap("acc_lm.evaluation.to_device", tell, 2), step)
+
+    def count_evaluations() -> int:
+        return sum("eval/loss" in line for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+
+    finished = train_with(many, prepare, 2)
+    assert finished.codes == [75, 75], finished.outputs
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("preempted", step)
+    assert count_evaluations() == step // 3 - 1
+    assert not (tmp_path / "run/final").exists()
+    run_training(many, 2)
+    run_training([*many, f"output_dir={tmp_path / 'whole'}"], 2)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run", 6)
+
+
+def test_a_signal_during_the_export_leaves_no_half_model(tiny: list[str], tmp_path: Path) -> None:
+    finished = train_with(tiny, lambda: wrap("acc_lm.export.whole_weights", tell))
+    assert finished.codes == [75], finished.output
+    assert not (tmp_path / "run/final").exists()
+    finished = run_training(tiny)
+    assert "already complete: step 6 of 6" in finished.output
+    assert (tmp_path / "run/final/model.safetensors").is_file()
+
+
+def wait_for_a_step(run: Path, seconds: float = 60) -> None:
+    wait_for(run / "metrics.jsonl", seconds)
+    end = time.monotonic() + seconds
+    while "train/loss" not in (run / "metrics.jsonl").read_text():
+        assert time.monotonic() < end, "no step was logged"
+        time.sleep(0.01)
+
+
+LONG = ["training.max_steps=100000", "training.eval_every=null", "checkpoint.every=null", "checkpoint.keep_best=0"]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_file_save_asks_for_a_checkpoint_and_stop_for_the_end(
+    num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launch = start_training([*tiny, *LONG], num_processes)
+    wait_for_a_step(run)
+    (run / "SAVE").touch()
+    end = time.monotonic() + 60
+    while (run / "SAVE").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert (run / "checkpoints/latest/manifest.json").is_file()
+    (run / "STOP").touch()
+    finished = launch.wait(60)
+    assert finished.codes == [75] * num_processes, finished.outputs
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("preempted", "the file STOP")
+    assert not (run / "STOP").exists(), "the next start would stop again"
+    assert int(Path(os.readlink(run / "checkpoints/latest")).name.removeprefix("step-")) == summary["step"]
+
+
+def test_a_time_limit_saves_and_stops(tiny: list[str], tmp_path: Path) -> None:
+    started = time.monotonic()
+    finished = run_training([*tiny, *LONG, "training.max_minutes=0.05"], 2, expect=75)
+    assert time.monotonic() - started < 30
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["reason"] == "training.max_minutes"
+    assert "stopped by training.max_minutes after step" in finished.output
+    assert (Path(summary["last_checkpoint"]) / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_when_the_launcher_ends_no_process_is_left_and_the_step_is_saved(
+    number: int, tiny: list[str], tmp_path: Path
+) -> None:
+    """By SIGUSR1 and SIGKILL it dies without telling its processes, which Linux then does."""
+    run = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
+        "--main_process_port", "0", str(ROOT / "train.py"), *tiny, *LONG,
+    ]  # fmt: skip
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        wait_for_a_step(run, 120)
+        workers = psutil.Process(launcher.pid).children()
+        assert len(workers) == 2
+        launcher.send_signal(number)
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert not alive
+        output = launcher.communicate()[0]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["reason"]) == ("preempted", 75, "SIGTERM"), output
+    assert (Path(summary["last_checkpoint"]) / "manifest.json").is_file()
+
+
+def test_an_ordinary_end_leaves_no_trace(tiny: list[str], tmp_path: Path) -> None:
+    def run() -> int:
+        import train
+
+        before = [
+            signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+        ]
+        code = train.main(tiny)
+        after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)]
+        return code or int(before != after)
+
+    assert Launch(run).wait().codes == [0]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.name.startswith(("tmp-", "."))]
