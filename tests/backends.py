@@ -47,6 +47,10 @@ class Scenario:
     overrides: tuple[str, ...] = ()
     fault: str | None = None
     seed_by_process: bool = False
+    save: Path | None = None
+    """Folder for a checkpoint after half of the steps."""
+    load: Path | None = None
+    """A checkpoint's folder to go on from."""
 
     def __str__(self) -> str:
         checkpointing = " checkpointing" if self.gradient_checkpointing else ""
@@ -66,6 +70,8 @@ class Curve:
     ledger: str
     start: str
     """Digest of the weights before the first step."""
+    end: str
+    """And after the last."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -128,6 +134,7 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
 def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None = None) -> Curve:
     """Train one scenario in this process group; called by every process of it."""
     from acc_lm import runtime
+    from acc_lm.checkpoint import load_checkpoint, save_checkpoint
     from acc_lm.config import TokenizerConfig
     from acc_lm.data import build_loader
     from acc_lm.evaluation import evaluate_rows
@@ -135,6 +142,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches, RowOrder
     from acc_lm.progress import Progress
+    from acc_lm.retention import open_checkpoint
     from acc_lm.schedule import build_schedule
     from acc_lm.step import in_steps, train_step
     from acc_lm.tokenizer import make_tokenizer
@@ -156,6 +164,10 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     model, optimizer = runtime.prepare(accelerator, model, optimizer)
     identity = runtime.identify(accelerator, model, optimizer, config)
     faults.after_prepare(model, optimizer)
+    progress = Progress()
+    if scenario.load:
+        progress = load_checkpoint(accelerator, open_checkpoint(scenario.load), model, optimizer)
+        faults.after_load(accelerator, model, optimizer)
     start = digest(accelerator, model, optimizer)
     order = RowOrder(3 + faults.other_order(accelerator.process_index), NUM_ROWS, GLOBAL_BATCH)
     rows, held_out = RaggedRows(NUM_ROWS, 1), RaggedRows(NUM_EVALUATION_ROWS, 2)
@@ -164,13 +176,13 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     assert accumulation == scenario.accumulation
     batches = MicroBatches(
         order, micro_batch_size=micro, process=accelerator.process_index,
-        num_processes=num_processes, first_step=1, last_step=scenario.steps,
+        num_processes=num_processes, first_step=progress.step + 1, last_step=scenario.steps,
     )  # fmt: skip
     runtime.warm_up(accelerator, model, rows.__getitems__([0]))
-    progress, metrics = Progress(), {}
+    metrics: dict[int, dict[str, float]] = {}
     gradients = runtime.Gradients(accelerator, model)
     loader = build_loader(rows, batches, 0, pin_memory=False)
-    for step, micro_batches in enumerate(in_steps(loader, accumulation), start=1):
+    for step, micro_batches in enumerate(in_steps(loader, accumulation), start=progress.step + 1):
         set_learning_rate(optimizer, rate(step))
         num_targets = rows.count_targets(order.rows_at(step))
         outcome = train_step(
@@ -185,10 +197,13 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
         }  # fmt: skip
         if step in (scenario.steps // 2, scenario.steps):
             metrics[step]["eval/loss"] = evaluate_rows(accelerator, model, held_out, 3).loss
+        if scenario.save and step == scenario.steps // 2:
+            save_checkpoint(accelerator, scenario.save, model, optimizer, progress, config, "rows", None, None)
+    end = digest(accelerator, model, optimizer)
     extra = probe(accelerator, model, optimizer, config) if probe else {}
     _forget(accelerator)
     return Curve(
-        identity.strategy, identity.engine, identity.num_processes, identity.precision, metrics, progress.ledger, start, extra
+        identity.strategy, identity.engine, identity.num_processes, identity.precision, metrics, progress.ledger, start, end, extra
     )  # fmt: skip
 
 
@@ -227,6 +242,10 @@ class Faults:
             "decay by shape",
             "clipping left to auto",
             "wrong shuffle",
+            "step count not restored",
+            "first moment not restored",
+            "second moment not restored",
+            "decay group not restored",
         )
 
     def before_prepare(self, accelerator: Any) -> None:
@@ -246,6 +265,21 @@ class Faults:
 
             keep.__annotations__ = {}  # torch reads types there, and these are not resolved yet
             model.register_comm_hook(None, keep)
+
+    def after_load(self, accelerator: Any, model: Any, optimizer: Any) -> None:
+        from acc_lm.runtime import count_updates, pieces_of
+
+        inner = optimizer.optimizer
+        if self.name == "step count not restored":
+            assert count_updates(optimizer) > 0
+            for state in inner.state.values():
+                state["step"].zero_()
+        if self.name == "decay group not restored":
+            for group in inner.param_groups:
+                group["weight_decay"] = 0.1
+        kind = {"first moment not restored": "exp_avg", "second moment not restored": "exp_avg_sq"}.get(self.name or "")
+        for piece in pieces_of(model, optimizer) if kind else []:
+            piece.put(kind, torch.zeros(piece.length))
 
     def other_order(self, process: int) -> int:
         return process if self.name == "wrong shuffle" else 0
