@@ -42,6 +42,7 @@ from acc_lm.runtime import (
     start_state,
     whole_shapes,
 )
+from acc_lm.stop import crash_point
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -90,6 +91,7 @@ def save_checkpoint(
     }
 
     def make_room() -> None:
+        crash_point("before_tmp")
         with storage_errors(root):
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
@@ -97,7 +99,9 @@ def save_checkpoint(
     def commit() -> None:
         with storage_errors(root):
             _commit(work, folder, files, state)
+            crash_point("before_rotate")
             rotate(root, config.checkpoint)
+            crash_point("after_rotate")
 
     try:
         on_main(accelerator, make_room)
@@ -105,6 +109,7 @@ def save_checkpoint(
         try:
             with storage_errors(root):
                 written = _write_mine(accelerator, work, model, optimizer)
+            crash_point("after_first_file")
         except StorageError as error:
             written = error
         parts = gather_objects(accelerator, written)
@@ -161,15 +166,18 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
             )
     (work / STATE).write_text(json.dumps(state, indent=1))
     files[STATE] = {"size": (work / STATE).stat().st_size, "xxh3_128": checksum(work / STATE)}
+    crash_point("before_manifest")
     manifest = {"format": FORMAT, "step": state["progress"]["step"], "files": files}
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for name in (STATE, MANIFEST):
         make_readable(work / name)
         flush(work / name)
     flush(work)
+    crash_point("after_manifest_before_rename")
     if folder.exists():  # the same step saved again: a damaged or superseded one gives way
         shutil.rmtree(folder)
     work.rename(folder)
+    crash_point("after_rename_before_fsync")
     flush(folder.parent)
 
 

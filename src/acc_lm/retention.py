@@ -22,6 +22,7 @@ from acc_lm.config import CheckpointConfig
 from acc_lm.errors import CheckpointError, ConfigError
 from acc_lm.progress import Progress
 from acc_lm.runtime import on_main
+from acc_lm.stop import crash_point
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,6 +75,7 @@ def rotate(root: Path, config: CheckpointConfig) -> None:
 def remove_checkpoint(folder: Path) -> None:
     """Take the manifest first: a folder that is half removed is no checkpoint any more."""
     (folder / MANIFEST).unlink(missing_ok=True)
+    crash_point("mid_rotate")
     shutil.rmtree(folder)
 
 

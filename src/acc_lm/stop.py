@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,21 @@ class StopRequest:
             for name in ("STOP", SAVE):
                 (self._output_dir / name).unlink(missing_ok=True)
         self._wants_save = False
+
+
+_passed: Counter[str] = Counter()
+
+
+def crash_point(name: str) -> None:
+    """Die here, as by kill -9, where $ACC_LM_CRASH_AT says so: `NAME`, or `NAME@N` for the N-th time this process comes by.
+
+    The stages of saving have names, so that a crash at each of them can be tried by anybody, on any file system.
+    """
+    wanted, _, count = os.environ.get("ACC_LM_CRASH_AT", "").partition("@")
+    if name == wanted:
+        _passed[name] += 1
+        if _passed[name] == int(count or 1):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_launcher() -> None:

@@ -1,0 +1,57 @@
+"""kill -9 at every stage of saving and of making room: what was saved before is whole, and the run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from processes import run_training, start_training
+from test_resume import assert_equal_runs
+
+POINTS = {
+    "before_tmp": 3, "after_first_file": 3, "before_manifest": 3, "after_manifest_before_rename": 3, "after_rename_before_fsync": 3,
+    "before_rotate": 4, "mid_rotate": 1, "after_rotate": 4,
+}  # fmt: skip
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Uninterrupted runs, by number of processes."""
+    runs = {count: tmp_path_factory.mktemp("whole") / str(count) for count in (1, 2)}
+    for count, run in runs.items():
+        run_training([*arguments_of(tiny_recipe), f"output_dir={run}"], count)
+    return runs
+
+
+def arguments_of(recipe: Path) -> list[str]:
+    return ["--config", str(recipe), "training.micro_batch_size=6", "checkpoint.every=1", "training.eval_every=2"]
+
+
+def test_every_stage_of_the_code_is_tried() -> None:
+    from acc_lm import checkpoint, retention
+
+    text = Path(str(checkpoint.__file__)).read_text() + Path(str(retention.__file__)).read_text()
+    assert text.count("crash_point(") == len(POINTS)
+    assert all(f'crash_point("{point}")' in text for point in POINTS)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_at_a_stage_of_saving_loses_nothing(
+    point: str, num_processes: int, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}"]
+    crashed = start_training(arguments, num_processes, {"ACC_LM_CRASH_AT": f"{point}@{POINTS[point]}"}).wait(60)
+    assert -signal.SIGKILL in crashed.codes, crashed.outputs
+    assert not (run / "final").exists()
+    newest = max(folder for folder in (run / "checkpoints").glob("step-*") if (folder / "manifest.json").is_file())
+    resumed = run_training(arguments, num_processes)
+    assert f"resumed from {newest}" in resumed.output
+    assert "was passed over" not in resumed.output, "what a crash leaves behind is no damaged checkpoint"
+    assert_equal_runs(whole[num_processes], run, STEPS)
+    assert not list((run / "checkpoints").glob("tmp-*"))
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
