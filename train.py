@@ -10,6 +10,7 @@ The recipe says what to learn, the Accelerate config only where. This file is th
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     from acc_lm.progress import Progress, is_due
     from acc_lm.recipe import dump_config
     from acc_lm.schedule import build_schedule
-    from acc_lm.step import in_steps, read_loss, train_step
+    from acc_lm.step import Skipped, in_steps, train_step
     from acc_lm.summary import open_output_dir, write_json, write_summary
     from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
@@ -121,7 +122,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
     runtime.warm_up(accelerator, model, data.train[0])
-    gradients = runtime.Gradients(accelerator, model)
+    gradients, skipped_steps = runtime.Gradients(accelerator, model), Skipped(training.max_nonfinite_steps)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> EvaluationResult:
@@ -136,6 +137,16 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         tracking.log(progress.step, result.metrics())
         bar.show_evaluation(progress.step, result)
         return result
+
+    def read_loss() -> float:
+        loss, skipped = skipped_steps.read(accelerator, outcome, gradients, progress.step)
+        for number, names in skipped.items():
+            accelerator.print(f"step {number} was skipped: the gradient of {names[0]} is not finite")
+            if is_main:
+                facts = {"step": number, "rows": order.rows_at(number).tolist(), "parameters": names}
+                write_json(output_dir / f"nonfinite_step_{number}.json", facts)
+        skipped_steps.check(loss, skipped)
+        return loss
 
     # A stop saves at once and leaves an evaluation that was due to the run that goes on.
     if (
@@ -166,7 +177,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
             result = None
 
             if is_due(step, training.log_every, num_steps) or step == 1:
-                loss = read_loss(accelerator, outcome, gradients)
+                loss = read_loss()
                 now = time.monotonic()
                 metrics = {
                     "train/loss": loss,
@@ -176,7 +187,9 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                     "train/tokens": float(progress.tokens),
                     "train/tokens_per_second": (progress.tokens - logged_tokens) / (now - logged),
                     "train/memory_gb": runtime.peak_memory_gb(accelerator.device),
+                    "train/skipped_steps": float(skipped_steps.total),
                 }
+                metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 logged, logged_tokens = now, progress.tokens
                 if is_main:
                     history.append(output_dir, step, metrics)
@@ -197,7 +210,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                     and retention.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
                 )
             ):
-                read_loss(accelerator, outcome, gradients)  # what has diverged is not saved
+                read_loss()  # what has diverged is not saved
                 eval_loss = result.loss if result else None
                 saved = checkpoint.save_checkpoint(
                     accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from

@@ -149,6 +149,8 @@ class TrainingConfig(Section):
     """Period of the evaluation, in steps; the last step is always evaluated."""
     eval_batches: PositiveInt | None = None
     """Evaluate on this many batches of `global_batch_size` rows; null: on all held-out rows."""
+    max_nonfinite_steps: PositiveInt = 3
+    """The run ends at this many steps in a row whose gradient is not finite; such a step changes no weight."""
     max_minutes: PositiveFloat | None = None
     """Save and stop after this time, in minutes since the start; the same command goes on."""
 
@@ -334,6 +336,7 @@ NOT_LEARNED = (
     "training.eval_every",
     "training.eval_batches",
     "training.max_minutes",
+    "training.max_nonfinite_steps",
     "training.deterministic",
     "model.gradient_checkpointing",
 )

@@ -97,7 +97,8 @@ class Bar:
         """The newest training metrics."""
         if not self._enabled:
             return
-        loss, rate, speed = (metrics[f"train/{name}"] for name in ("loss", "learning_rate", "tokens_per_second"))
+        names = ("loss", "learning_rate", "tokens_per_second")
+        loss, rate, speed = (metrics.get(f"train/{name}", math.nan) for name in names)
         if self._plain:
             left = (time.monotonic() - self._start) / max(step - self._first, 1) * (self._num_steps - step)
             self.line(

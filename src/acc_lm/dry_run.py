@@ -21,7 +21,7 @@ from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.progress import Progress
 from acc_lm.retention import open_checkpoint
 from acc_lm.runtime import Gradients, on_main, split_global_batch
-from acc_lm.step import in_steps, read_loss, train_step
+from acc_lm.step import Skipped, in_steps, train_step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -79,7 +79,9 @@ def try_everything(
             gradients=gradients,
         )
         progress = progress.advance(rows, outcome.num_targets)
-        loss = read_loss(accelerator, outcome, gradients)
+        skipped = Skipped(most_in_a_row=1)
+        loss, bad = skipped.read(accelerator, outcome, gradients, number)
+        skipped.check(loss, bad)
         return f"loss {loss:.4f}, gradient norm {float(outcome.grad_norm):.4f}"
 
     def evaluate() -> str:

@@ -18,8 +18,9 @@ PART_ELEMENTS = 4096
 
 
 class Gradients:
-    """The gradients of a prepared model: their norm, clipping, and which of them was not finite first.
+    """The gradients of a prepared model: their norm, clipping, and the steps in which one of them was not finite.
 
+    Such a step updates nothing, on any process: DeepSpeed leaves it out by itself, torch's fused optimizer does when told.
     Nothing here waits for the device. The norm is exact to rounding on every engine, which torch's own is not on a CPU:
     it adds a tensor's squares one by one in float32 and is off by 1e-5 for a million elements, 4e-4 for ten million.
     """
@@ -27,12 +28,12 @@ class Gradients:
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator = accelerator
         self._named = [(name, p) for name, p in bare_model(model).named_parameters() if p.requires_grad]
-        self._first_bad = torch.zeros(len(self._named), device=accelerator.device, dtype=torch.bool)
-        self._has_bad = torch.zeros((), device=accelerator.device, dtype=torch.bool)
+        self._unread: list[Tensor] = []
+        """For each step since the last reading: which of the parameters had a gradient that was not finite, bool [P]."""
         self._gradient_device = self._named[0][1].device  # the CPU where parameters are offloaded
         self._by_engine = is_deepspeed(model)
         if self._by_engine:  # it clips, and its gradients are reduced and gone when backward returns
-            self._seen = torch.zeros_like(self._first_bad)
+            self._seen = torch.zeros(len(self._named), device=accelerator.device, dtype=torch.bool)
             for index, (_, parameter) in enumerate(self._named):
                 parameter.register_hook(self._hook(index))
 
@@ -42,13 +43,14 @@ class Gradients:
 
         return look
 
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(self, max_norm: float | None, optimizer: Any) -> Tensor:
         """Scale the gradients down to this global norm (None: never); returns the norm that they had.
 
         Called by every process after the last backward of a step. DeepSpeed has clipped by then, to what it was handed.
+        If the norm is not finite, `optimizer` will skip the update that follows.
         """
         if self._by_engine:
-            self._remember(self._seen)
+            self._unread.append(self._seen)
             self._seen = torch.zeros_like(self._seen)
             of_engine = self._accelerator.clip_grad_norm_(None, 0.0)
             return torch.as_tensor(of_engine, device=self._accelerator.device)
@@ -60,7 +62,7 @@ class Gradients:
         if len(gradients) < len(local):
             present, fine = iter(bad.unbind()), torch.zeros((), device=bad.device, dtype=torch.bool)
             bad = torch.stack([fine if gradient is None else next(present) for gradient in local])
-        self._remember(bad.to(self._first_bad.device))
+        self._unread.append(bad.to(self._accelerator.device))
         square = norms.square().sum().to(self._accelerator.device)  # processes are connected there
         group = self._shard_group()
         if group is not None:
@@ -69,6 +71,9 @@ class Gradients:
         if max_norm is not None and gradients:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0]))
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if inner.defaults.get("fused") and self._accelerator.scaler is None:  # a scaler does the same
+            inner.found_inf = (~norm.isfinite()).to(self._gradient_device, torch.float32)
         return norm
 
     def _shard_group(self) -> Any:
@@ -76,16 +81,16 @@ class Gradients:
         mesh = next((p.device_mesh for _, p in self._named if hasattr(p, "device_mesh")), None)
         return None if mesh is None else mesh.get_group(mesh.ndim - 1)
 
-    def _remember(self, bad: Tensor) -> None:
-        self._first_bad = torch.where(self._has_bad, self._first_bad, bad)
-        self._has_bad = self._has_bad | bad.any()
-
-    def not_finite(self) -> list[str]:
-        """Parameters whose gradient was not finite when that first happened, on any process. Every process calls."""
-        bad = self._first_bad.to(torch.int32)
+    def not_finite(self) -> list[list[str]]:
+        """For each step since the last call, the parameters whose gradient was not finite, on any process. Every process calls."""
+        if not self._unread:
+            return []
+        bad = torch.stack(self._unread).to(torch.int32)
+        self._unread = []
         if dist.is_initialized():
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return [name for (name, _), is_bad in zip(self._named, bad.tolist(), strict=True) if is_bad]
+        names = [name for name, _ in self._named]
+        return [[name for name, is_bad in zip(names, row, strict=True) if is_bad] for row in bad.tolist()]
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -1,0 +1,113 @@
+"""Numbers gone wrong: a step whose gradient is no number changes nothing on any process, and says which rows it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import Finished, Launch
+
+from acc_lm.history import read
+
+
+def train_with_bad_losses(
+    arguments: list[str], bad_steps: tuple[int, ...], num_processes: int, value: float
+) -> Finished:
+    """The last process's loss is multiplied by `value` in some steps."""
+
+    def run() -> int:
+        import acc_lm.step
+        import train
+
+        original = acc_lm.step.train_step
+
+        def train_step(accelerator: Any, *positional: Any, step: int, **keywords: Any) -> Any:
+            backward = accelerator.backward
+            if step in bad_steps and accelerator.process_index == num_processes - 1:
+                accelerator.backward = lambda loss: backward(loss * value)
+            result = original(accelerator, *positional, step=step, **keywords)
+            accelerator.backward = backward
+            return result
+
+        acc_lm.step.train_step = train_step  # type: ignore[assignment]
+        return train.main(arguments)
+
+    return Launch(run, num_processes).wait(60)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_single_bad_step_is_skipped_counted_and_dumped(
+    value: float, num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
+    from acc_lm.order import RowOrder
+
+    run = tmp_path / "run"
+    finished = train_with_bad_losses(tiny, (3,), num_processes, value)
+    assert finished.codes == [0] * num_processes, finished.outputs
+    assert finished.output.count("step 3 was skipped: the gradient of ") == 1
+    dumped = json.loads((run / "nonfinite_step_3.json").read_text())
+    num_rows = int(finished.output.split("rows ")[1].split()[0].replace(",", ""))
+    assert dumped["rows"] == RowOrder(7, num_rows, 12).rows_at(3).tolist()
+    assert dumped["parameters"]
+    by_step = {entry["step"]: entry for entry in read(run) if "train/skipped_steps" in entry}
+    assert [by_step[step]["train/skipped_steps"] for step in (1, 2, 4, 6)] == [0, 0, 1, 1]
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    state = json.loads((run / "checkpoints/step-00000006/state.json").read_text())
+    assert state["num_updates"] == 5, "the bias correction counts updates and not steps"
+
+
+def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_is_the_newest(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    finished = train_with_bad_losses([*tiny, "training.log_every=1"], (3, 4, 5, 6), 2, float("nan"))
+    assert finished.codes == [6, 6], finished.outputs
+    (line,) = finished.errors
+    assert "got 3 of 3 tolerated steps in a row where it was not, in step 5 first in that of" in line
+    assert json.loads((run / "summary.json").read_text())["status"] == "diverged"
+    assert sorted(path.name for path in run.glob("nonfinite*")) == [f"nonfinite_step_{step}.json" for step in (3, 4, 5)]
+    from safetensors.torch import load_file
+
+    for file in run.glob("checkpoints/step-*/tensors-*"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
+
+
+def test_two_bad_steps_with_a_good_one_between_them_do_not_end_it(tiny: list[str], tmp_path: Path) -> None:
+    finished = train_with_bad_losses([*tiny, "training.max_nonfinite_steps=2"], (2, 4, 6), 1, float("nan"))
+    assert finished.codes == [0], finished.output
+    assert finished.output.count("was skipped") == 3
+
+
+def test_a_batch_without_any_target_is_no_divergence(tiny: list[str], tmp_path: Path) -> None:
+    def run() -> int:
+        import acc_lm.data
+        import train
+
+        original = acc_lm.data.Rows.__getitems__
+        count = acc_lm.data.Rows.count_targets
+
+        def getitems(self: Any, rows: Any) -> Any:
+            batch = original(self, rows)
+            if not torch.is_grad_enabled():
+                return batch
+            batch["targets"][np.isin(np.asarray(rows), empty)] = -100
+            return batch
+
+        from acc_lm.order import RowOrder
+
+        empty = RowOrder(7, 385, 12).rows_at(4)
+        acc_lm.data.Rows.__getitems__ = getitems  # type: ignore[method-assign]
+        acc_lm.data.Rows.count_targets = lambda self, rows: 0 if set(rows) == set(empty) else count(self, rows)  # type: ignore[method-assign]
+        return train.main([*tiny, "training.log_every=1"])
+
+    finished = Launch(run).wait()
+    assert finished.codes == [0], finished.output
+    assert "385 of 32 tokens" in finished.output
+    losses = {entry["step"]: entry["train/loss"] for entry in read(tmp_path / "run") if "train/loss" in entry}
+    assert losses[4] == 0.0
+    assert "skipped:" not in finished.output
