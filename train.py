@@ -59,6 +59,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     open_output_dir(output_dir)
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config, output_dir)
+    peers = runtime.Peers(accelerator, config)
     is_main = accelerator.is_main_process
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
 
@@ -75,6 +76,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     tokenizer = load_tokenizer(config.tokenizer, config.model)
     check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, config.distributed.find_unused_parameters)
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
+    peers.check_same({"the text": data.key})
     order = RowOrder(config.seed, len(data.train), training.global_batch_size)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
     learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps)
@@ -161,6 +163,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     with stop_request.saving(accelerator):
         for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
             step = progress.step + 1
+            peers.at(f"step {step}", is_watched=True)
             rows = order.rows_at(step)
             learning_rate = learning_rate_at(step)
             set_learning_rate(optimizer, learning_rate)
@@ -196,6 +199,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                 tracking.log(step, metrics)
                 bar.show(step, metrics)
             pause = time.monotonic()
+            peers.at(f"evaluating or saving after step {step}")
             if is_due(step, training.eval_every, num_steps) and not stop:
                 try:
                     result = evaluate_and_log()
@@ -222,6 +226,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     bar.close()
 
     # What came out
+    peers.at("the export")
     facts: dict[str, Any] = {
         "step": progress.step,
         "num_steps": num_steps,
@@ -264,7 +269,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
 
 def main(arguments: list[str]) -> int:
     """Parse, train, and turn every way to end into its exit code and its `summary.json`."""
-    config, status, code, reason = None, "failed", 1, ""
+    config, status, code, reason, speaks = None, "failed", 1, "", None
     try:
         parsed = parse_train_arguments(arguments, DEFAULT_RECIPE)
         if parsed is None:
@@ -284,17 +289,25 @@ def main(arguments: list[str]) -> int:
         print(reason, file=sys.stderr)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        storage = storage_reason(error)
-        if storage is None:
+        explained = explain(error, config)
+        if explained is None:
             raise
-        status, code = StorageError.status, StorageError.exit_code
-        print_problems(
-            StorageError(f"the disk must be writable, got: {storage} ({error}); free some space and start again")
-        )
+        status, code, reason, speaks = explained.status, explained.exit_code, str(explained), explained.speaks
+        print_problems(explained)
     finally:
         if reason:
-            write_failure(config.output_dir if config else None, status, code, reason)
+            write_failure(config.output_dir if config else None, status, code, reason, speaks)
     return code
+
+
+def explain(error: Exception, config: Config | None) -> UserError | None:
+    """What broke beneath the code, if that is known: a disk, or another process of the run."""
+    if storage := storage_reason(error):
+        return StorageError(f"the disk must be writable, got: {storage} ({error}); free some space and start again")
+    from acc_lm import runtime
+
+    latest = Path(config.output_dir, "checkpoints", "latest") if config else Path("nowhere")
+    return runtime.explain(error, latest.resolve() if latest.exists() else None)
 
 
 if __name__ == "__main__":

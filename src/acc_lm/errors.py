@@ -14,6 +14,8 @@ class UserError(Exception):
 
     exit_code = 1
     status = "failed"
+    speaks: bool | None = None
+    """Whether this process is to say it; None: the main one is."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -55,6 +57,17 @@ class DivergedError(UserError):
     status = "diverged"
 
 
+class WorkerLostError(UserError):
+    """Another process of the run died, or does not answer."""
+
+    exit_code = 7
+    status = "worker_lost"
+
+    def __init__(self, problem: str, speaks: bool) -> None:
+        super().__init__(problem)
+        self.speaks = speaks
+
+
 class StorageError(UserError):
     """The disk is full, read-only or over quota."""
 
@@ -90,7 +103,9 @@ LAUNCHER_SECONDS = 5.0
 
 def print_problems(error: UserError) -> None:
     """Print an error once: the main process at once, another one only if it finds itself alone with it."""
-    if not is_main_process():
+    if error.speaks is False:
+        return
+    if error.speaks is None and not is_main_process():
         time.sleep(LAUNCHER_SECONDS)
         print(f"error: only process {os.environ['RANK']} met this:", file=sys.stderr)
     for problem in error.problems:

@@ -54,9 +54,13 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
     )
 
 
-def write_failure(output_dir: str | None, status: str, exit_code: int, reason: str) -> None:
-    """Note how an attempt failed, wherever that can be written; what earlier attempts reached stays."""
-    if output_dir is None or not is_main_process() or not Path(output_dir).is_dir():
+def write_failure(output_dir: str | None, status: str, exit_code: int, reason: str, speaks: bool | None = None) -> None:
+    """Note how an attempt failed, wherever that can be written; what earlier attempts reached stays.
+
+    Args:
+        speaks: whether this process is to write it; None: the main one is.
+    """
+    if output_dir is None or not Path(output_dir).is_dir() or not (is_main_process() if speaks is None else speaks):
         return
     before = _previous(Path(output_dir))
     own = ("status", "exit_code", "reason", "attempt", "time", "host", "rank", "train_loss", "eval_loss")

@@ -9,6 +9,7 @@
     engines       model and optimizer -> spread over the processes by the engine that was asked for
     gradients     their norm, clipping, and which was no number
     identity      what really runs, read from the live objects
+    peers         the other processes: whether they run the same, which of them died or hangs
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
     ending        memory, and a process group that ends cleanly
 
@@ -29,6 +30,7 @@ from acc_lm.runtime.engines import (
 from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
+from acc_lm.runtime.peers import Peers, explain
 from acc_lm.runtime.pieces import (
     WEIGHT,
     Piece,
@@ -45,6 +47,7 @@ __all__ = [
     "WEIGHT",
     "Gradients",
     "Identity",
+    "Peers",
     "Piece",
     "bare_model",
     "build_accelerator",
@@ -52,6 +55,7 @@ __all__ = [
     "close",
     "count_updates",
     "environment",
+    "explain",
     "full_precision",
     "gather_objects",
     "gather_tensor",

@@ -1,0 +1,150 @@
+"""When a process dies, hangs, or runs something else: bounded, and one line that says which and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import ROOT, Launch, launcher_environment
+from test_stop import LONG, wait_for_a_step, wrap
+
+
+def start(tiny: list[str], num_processes: int, sabotage: object, config: str = "ddp") -> Launch:
+    def run() -> int:
+        import train
+
+        sabotage(int(os.environ.get("RANK", "0")))  # type: ignore[operator]
+        return train.main(tiny)
+
+    return Launch(run, num_processes, launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes))
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, tiny: list[str], tmp_path: Path) -> None:
+    def sabotage(rank: int) -> None:
+        if rank == victim:
+            wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGKILL), 4)
+
+    started = time.monotonic()
+    finished = start(tiny, 2, sabotage, config).wait(60)
+    assert time.monotonic() - started < 40
+    assert finished.codes[victim] == -signal.SIGKILL
+    assert finished.codes[1 - victim] == 7, finished.outputs
+    (line,) = [line for line in finished.outputs[1 - victim].splitlines() if line.startswith("error: ")]
+    # How it died is known until its parent has asked.
+    assert re.search(
+        rf"got: process {victim} died( \(SIGKILL\))?, while process {1 - victim} was in step 4; the last", line
+    )
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; the same command goes on" in line
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("worker_lost", 7)
+
+
+def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
+    def sabotage(rank: int) -> None:
+        if rank == 1:
+            wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGSTOP), 4)
+
+    hasty = [*tiny, "distributed.timeout_seconds=4", "distributed.step_timeout_seconds=1"]
+    started = time.monotonic()
+    launch = start(hasty, 2, sabotage)
+    finished = launch.wait(60)
+    assert time.monotonic() - started < 4 + 35
+    assert finished.codes[0] == 7, finished.outputs
+    assert "got: process 1 is stopped (SIGSTOP), while process 0 was in step 4" in finished.errors[0]
+    assert "warning: process 0 has been in step 4 for 1 s, here:" in finished.output
+    assert "in train_step" in finished.output
+
+
+def test_processes_with_different_recipes_refuse_before_anything_is_loaded(tiny: list[str], tmp_path: Path) -> None:
+    def run() -> int:
+        import train
+
+        rank = int(os.environ["RANK"])
+        return train.main([*tiny, f"optimizer.learning_rate={1e-3 + rank}", "data.files=[nowhere.txt]"])
+
+    finished = Launch(run, 2).wait(60)
+    assert finished.codes == [4, 4], finished.outputs
+    assert (
+        "optimizer.learning_rate must be the same on every process, got 0.001 on process 0 and 1.001 on process 1"
+        in finished.errors[0]
+    )
+
+
+def test_processes_with_other_code_or_text_refuse_before_the_first_step(tiny: list[str], tmp_path: Path) -> None:
+    def sabotage(what: str) -> object:
+        def change(rank: int) -> None:
+            if rank == 0:
+                return
+            if what == "code":
+                from acc_lm.runtime import peers
+
+                peers._code_digest = lambda: "another"
+            else:
+                import acc_lm.data
+
+                original = acc_lm.data.build_data
+
+                def build_data(*arguments: object) -> object:
+                    data = original(*arguments)  # type: ignore[arg-type]
+                    object.__setattr__(data, "key", "another")
+                    return data
+
+                acc_lm.data.build_data = build_data  # type: ignore[assignment]
+
+        return change
+
+    for what, name in (("code", "the code of acc_lm"), ("text", "the text")):
+        finished = start(tiny, 2, sabotage(what)).wait(60)
+        assert finished.codes == [4, 4], finished.outputs
+        assert f"{name} must be the same on every process, got" in finished.errors[0]
+        assert "another on process 1" in finished.errors[0]
+        assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_an_ordinary_error_on_one_process_keeps_its_traceback(tiny: list[str], tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("something of my own")
+
+    def sabotage(rank: int) -> None:
+        if rank == 1:
+            wrap("acc_lm.step.train_step", fail, 4)
+
+    finished = start(tiny, 2, sabotage).wait(60)
+    assert finished.codes[1] == 1
+    assert "RuntimeError: something of my own" in finished.outputs[1]
+    assert "Traceback" in finished.outputs[1]
+    assert finished.codes[0] == 7
+    assert re.search(r"process 1 died( with exit code 1)?, while process 0 was in step 4", finished.errors[0])
+
+
+def test_through_a_launcher_nobody_is_left(tiny: list[str], tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
+        "--main_process_port", "0", str(ROOT / "train.py"), *tiny, *LONG,
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        wait_for_a_step(tmp_path / "run", 120)
+        workers = psutil.Process(launcher.pid).children()
+        by_rank = {int(worker.environ()["RANK"]): worker for worker in workers}
+        killed = time.monotonic()
+        by_rank[1].kill()
+        _, alive = psutil.wait_procs([launcher_process := psutil.Process(launcher.pid), *workers], timeout=30)
+        seconds = time.monotonic() - killed
+        output = launcher.communicate()[0]
+    assert not alive
+    assert not launcher_process.is_running()
+    assert seconds < 10, "5 s are promised; the launcher takes most of them"
+    print(f"gone after {seconds:.1f} s")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] in ("worker_lost", "preempted"), output
+    assert "process 1" in output
