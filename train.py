@@ -103,6 +103,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         retention.set_aside(output_dir, found)
         history.keep_until(output_dir, progress.step)
         (output_dir / "config.yaml").write_text(dump_config(config))
+        data.tokenizer.save_pretrained(output_dir / "tokenizer")
         write_json(output_dir / "environment.json", runtime.environment(identity))
     tracking = Tracking(accelerator)
     if not dry_run:

@@ -87,6 +87,7 @@ def save_checkpoint(
         "mixed_precision": accelerator.mixed_precision,
         "threads": torch.get_num_threads(),
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        "model_config": bare_model(model).config.to_dict(),  # type: ignore[union-attr, operator]
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
 
@@ -297,24 +298,10 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     Raises:
         CheckpointError: the tensors are not those of this model, or do not cover it.
     """
-    from safetensors import safe_open
-
     state = checkpoint.state
     start_state(optimizer, state["num_updates"])
     with ExitStack() as stack, torch.no_grad():
-        parts: dict[str, list[tuple[int, int, Any]]] = {}
-        shapes: dict[str, Any] = {}
-        for path in sorted(checkpoint.folder.glob("tensors-*.safetensors")):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            pieces = json.loads(file.metadata()["pieces"])
-            starts = pieces["starts"]
-            shapes |= pieces["shapes"]
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                part = file.get_slice(key)
-                kind, _, name = key.partition("/")
-                parts.setdefault(key, []).append(
-                    (0 if kind == BUFFER else starts[name], math.prod(part.get_shape()), part)
-                )
+        parts, shapes = _open_parts(stack, checkpoint.folder)
         _check_shapes(checkpoint.folder, shapes, whole_shapes(model))
         problem = None
         try:
@@ -336,6 +323,41 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     if accelerator.scaler is not None and state["loss_scaler"]:
         accelerator.scaler.load_state_dict(state["loss_scaler"])
     return checkpoint.progress
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(`kind/name`, whole tensor) of everything in a checkpoint, one after the other, without any model.
+
+    Raises:
+        CheckpointError: a tensor is not covered by the pieces that are there.
+    """
+    with ExitStack() as stack:
+        parts, shapes = _open_parts(stack, folder)
+        for key in sorted(parts):
+            kind, _, name = key.partition("/")
+            if kind == BUFFER:
+                yield key, parts[key][0][2][:]
+            else:
+                whole = _assemble(folder, key, parts[key], 0, math.prod(shapes[name]))
+                yield key, whole.view(tuple(shapes[name]))
+
+
+def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[int, int, Any]]], dict[str, Any]]:
+    """({key: [(first element, number of elements, slice to read)]}, {name: shape of the whole}) of all files."""
+    from safetensors import safe_open
+
+    parts: dict[str, list[tuple[int, int, Any]]] = {}
+    shapes: dict[str, Any] = {}
+    for path in sorted(folder.glob("tensors-*.safetensors")):
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        pieces = json.loads(file.metadata()["pieces"])
+        shapes |= pieces["shapes"]
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            part = file.get_slice(key)
+            kind, _, name = key.partition("/")
+            first = 0 if kind == BUFFER else pieces["starts"][name]
+            parts.setdefault(key, []).append((first, math.prod(part.get_shape()), part))
+    return parts, shapes
 
 
 def _check_shapes(folder: Path, saved: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> None:

@@ -145,9 +145,9 @@ def _find(output_dir: Path, resume: str) -> Found:
         started_from = str(path.resolve())
         # A path starts a run; typed again, the same command goes on with what it started.
         for _, folder in folders:
-            if _problem_with(folder) is None and open_checkpoint(folder).state["started_from"] == started_from:
+            if problem_with(folder) is None and open_checkpoint(folder).state["started_from"] == started_from:
                 return Found(open_checkpoint(folder), started_from)
-        problem = _problem_with(path)
+        problem = problem_with(path)
         if problem:
             raise CheckpointError(
                 f"checkpoint.resume must be a checkpoint folder, got {resume}: {problem}; name a step-* folder"
@@ -155,7 +155,7 @@ def _find(output_dir: Path, resume: str) -> Found:
         return Found(open_checkpoint(path), started_from)
     damaged: list[tuple[Path, str]] = []
     for _, folder in folders:
-        problem = _problem_with(folder)
+        problem = problem_with(folder)
         if problem is None:
             checkpoint = open_checkpoint(folder)
             return Found(checkpoint, checkpoint.state["started_from"], tuple(damaged))
@@ -172,7 +172,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder.resolve(), json.loads((folder / STATE).read_text()))
 
 
-def _problem_with(folder: Path) -> str | None:
+def problem_with(folder: Path) -> str | None:
     """Why the folder is not a whole checkpoint; None when it is."""
     if not folder.is_dir():
         return "no such folder"

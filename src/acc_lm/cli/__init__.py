@@ -53,9 +53,32 @@ def main(arguments: list[str] | None = None) -> int:
     parity.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON beside it")
     parity.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
+    checkpoint = verbs.add_parser("checkpoint", help="list, verify, export or convert checkpoints")
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser(
+        "list", help="the checkpoints of a run: size, evaluation loss, writer, whether they are whole"
+    )
+    listing.add_argument("run", type=Path, help="folder of the run, e.g. runs/quickstart")
+    verify = actions.add_parser(
+        "verify", help="read every byte of a checkpoint against its checksums; exit code 5 if one is wrong"
+    )
+    verify.add_argument("folder", type=Path, help="e.g. runs/quickstart/checkpoints/latest")
+    export = actions.add_parser(
+        "export", help="every tensor whole in one safetensors file: weights and the optimizer's moments"
+    )
+    export.add_argument("folder", type=Path)
+    export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file, *.safetensors")
+    convert = actions.add_parser(
+        "convert-to-hf", help="a folder that transformers loads, from any checkpoint of any backend"
+    )
+    convert.add_argument("folder", type=Path)
+    convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+    convert.add_argument("--tokenizer", metavar="PATH", help="default: the tokenizer/ of the checkpoint's run")
+
     known = parser.parse_args(arguments)
     try:
-        return {"generate": _generate, "recipe": _recipe, "parity": _parity}[known.verb](known)
+        verbs_by_name = {"generate": _generate, "recipe": _recipe, "parity": _parity, "checkpoint": _checkpoint}
+        return verbs_by_name[known.verb](known)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -88,6 +111,18 @@ def _recipe(known: argparse.Namespace) -> int:
 
     print(json_schema() if known.format == "schema" else markdown(), end="")
     return 0
+
+
+def _checkpoint(known: argparse.Namespace) -> int:
+    from acc_lm.cli import checkpoint
+
+    if known.action == "list":
+        return checkpoint.list_checkpoints(known.run)
+    if known.action == "verify":
+        return checkpoint.verify(known.folder)
+    if known.action == "export":
+        return checkpoint.export(known.folder, known.output)
+    return checkpoint.convert_to_hf(known.folder, known.output, known.tokenizer)
 
 
 def _parity(known: argparse.Namespace) -> int:

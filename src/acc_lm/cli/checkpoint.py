@@ -1,0 +1,122 @@
+"""`acc-lm checkpoint`: look at checkpoints, check them, and take models out of them, without the run that wrote them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from acc_lm.errors import CheckpointError, ConfigError
+
+
+def list_checkpoints(run: Path) -> int:
+    """One line for each checkpoint of a run, the newest last; returns the exit code."""
+    from acc_lm.retention import best_checkpoint, problem_with
+
+    root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    folders = sorted(path for path in root.glob("*step-*") if path.is_dir() and not path.name.startswith("tmp-"))
+    if not folders:
+        raise CheckpointError(f"{run} must hold checkpoints, got none; name the folder of a run")
+    best = best_checkpoint(root.parent)
+    print(f"{'':22}{'size':>10}  {'evaluation':>10}  {'written by':24} state")
+    for folder in folders:
+        problem = problem_with(folder)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        try:
+            state = json.loads((folder / "state.json").read_text())
+        except (OSError, ValueError):
+            state = {}
+        loss = state.get("eval_loss")
+        count = state.get("num_processes", "?")
+        writer = f"{count} process{'' if count == 1 else 'es'}, {state.get('mixed_precision', '?')}"
+        marks = [problem or "whole", *(["the best"] if folder == best else [])]
+        print(
+            f"{folder.name:22}{size / 1e6:>7.1f} MB  {'-' if loss is None else f'{loss:.4f}':>10}  {writer:24} {', '.join(marks)}"
+        )
+    return 0
+
+
+def verify(folder: Path) -> int:
+    """Read every byte of a checkpoint; exit code 5 when one is not what was written."""
+    from acc_lm.checkpoint import read_tensors
+    from acc_lm.retention import open_checkpoint, problem_with
+
+    if problem := problem_with(folder):
+        raise CheckpointError(f"{folder} must be a whole checkpoint, got: {problem}")
+    checkpoint, num_tensors, elements = open_checkpoint(folder), 0, 0
+    for _, tensor in read_tensors(folder):
+        num_tensors, elements = num_tensors + 1, elements + tensor.numel()
+    print(f"{folder} is whole: step {checkpoint.progress.step}, {num_tensors} tensors, {elements:,} numbers")
+    return 0
+
+
+def export(folder: Path, output: Path) -> int:
+    """Every tensor whole, under its own name, in one safetensors file: weights, moments and buffers."""
+    from safetensors.torch import save_file
+
+    from acc_lm.checkpoint import make_readable, read_tensors
+
+    _whole(folder)
+    if output.suffix != ".safetensors" or output.exists():
+        raise ConfigError(f"OUTPUT must be a new file that ends in .safetensors, got {output}; name another")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(read_tensors(folder)), output, {"source": str(folder)})
+    make_readable(output)
+    print(f"wrote {output}")
+    return 0
+
+
+def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
+    """A folder that transformers loads like any other model."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from acc_lm.checkpoint import BUFFER, make_readable, read_tensors
+    from acc_lm.runtime import WEIGHT, quiet_libraries
+
+    _whole(folder)
+    if output.exists():
+        raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
+    quiet_libraries()
+    run = folder.resolve().parent.parent
+    source = tokenizer or run / "tokenizer"
+    if tokenizer is None and not Path(source).is_dir():
+        raise ConfigError(
+            f"the tokenizer must be beside the run, got nothing at {source}; name its folder with --tokenizer"
+        )
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    sizes = dict(state["model_config"])
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    weights = {}
+    for name, tensor in read_tensors(folder):
+        kind, _, parameter = name.partition("/")
+        if kind in (WEIGHT, BUFFER):
+            weights[parameter] = tensor
+    import torch
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise CheckpointError(
+            f"{folder} must hold every weight of the model, got none for {missing[0]} ({len(missing)} in all)"
+        )
+    work = output.with_name(f"tmp-{output.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    model.save_pretrained(work)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
+    for file in work.rglob("*"):
+        if file.is_file():
+            make_readable(file)
+    work.rename(output)
+    print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it")
+    return 0
+
+
+def _whole(folder: Path) -> None:
+    from acc_lm.retention import problem_with
+
+    if problem := problem_with(folder):
+        raise CheckpointError(f"{folder} must be a whole checkpoint, got: {problem}; name another step-* folder")

@@ -1,0 +1,111 @@
+"""`acc-lm checkpoint`: what people do with a checkpoint without the run that wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT, launcher_environment, run_training
+
+from acc_lm.cli import main
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny recipe, finished, by one process and by engines that cut tensors differently."""
+    found = {}
+    for config, count in (("single", 1), ("fsdp2", 2), ("deepspeed_zero1", 2), ("deepspeed_zero3", 2)):
+        run = tmp_path_factory.mktemp("runs") / config
+        environment = (
+            {} if config == "single" else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
+        )
+        run_training(
+            ["--config", str(tiny_recipe), "training.micro_batch_size=6", f"output_dir={run}"], count, environment
+        )
+        found[config] = run
+    return found
+
+
+@pytest.mark.parametrize("config", ["single", "fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
+def test_a_checkpoint_of_any_engine_becomes_the_model_that_the_run_exported(
+    config: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    latest = runs[config] / "checkpoints/latest"
+    assert main(["checkpoint", "convert-to-hf", str(latest), str(tmp_path / "model")]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", use_safetensors=True).state_dict()
+    final = AutoModelForCausalLM.from_pretrained(runs[config] / "final", use_safetensors=True).state_dict()
+    assert ours.keys() == final.keys()
+    assert all(torch.equal(ours[name], final[name]) for name in final)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "model")("red tree")["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(runs[config] / "final")("red tree")["input_ids"]
+    assert main(["checkpoint", "export", str(latest), str(tmp_path / "all.safetensors")]) == 0
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "all.safetensors")
+    assert {name.split("/")[0] for name in tensors} == {"param", "exp_avg", "exp_avg_sq"}
+    assert all(
+        torch.equal(tensors[f"param/{name}"], weight) for name, weight in final.items() if f"param/{name}" in tensors
+    )
+    assert tensors["param/lm_head.weight"].shape == tensors["exp_avg/lm_head.weight"].shape
+
+
+def test_list_and_verify_name_what_is_damaged(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(runs["fsdp2"], run, symlinks=True)
+    newest = run / "checkpoints/step-00000006"
+    assert main(["checkpoint", "verify", str(newest)]) == 0
+    assert "is whole: step 6, 63 tensors" in capsys.readouterr().out
+    file = newest / "tensors-00001-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["checkpoint", "list", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert "2 processes, no" in lines[-1]
+    assert f"{file.name} does not match its checksum" in lines[-1]
+    assert lines[-2].split("  ")[-1].strip().endswith(("whole", "whole, the best"))
+    for arguments in (["verify", str(newest)], ["export", str(newest), str(tmp_path / "x.safetensors")],
+                      ["convert-to-hf", str(newest), str(tmp_path / "x")]):  # fmt: skip
+        assert main(["checkpoint", *arguments]) == 5
+        assert f"{file.name} does not match its checksum" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["list", "nowhere"], 5, "nowhere must hold checkpoints, got none"),
+        (["verify", "nowhere"], 5, "no such folder"),
+        (["export", "LATEST", "there.bin"], 2, "must be a new file that ends in .safetensors"),
+        (["convert-to-hf", "LATEST", "."], 2, "OUTPUT must be a new folder"),
+    ],
+)
+def test_bad_arguments_get_one_line(
+    arguments: list[str], code: int, says: str, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    latest = str(runs["single"] / "checkpoints/latest")
+    assert main(["checkpoint", *[latest if word == "LATEST" else word for word in arguments]]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_moved_needs_a_tokenizer(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    moved = tmp_path / "elsewhere/step-00000006"
+    shutil.copytree(runs["single"] / "checkpoints/step-00000006", moved)
+    assert main(["checkpoint", "convert-to-hf", str(moved), str(tmp_path / "model")]) == 2
+    assert "name its folder with --tokenizer" in capsys.readouterr().err
+    tokenizer = str(runs["single"] / "final")
+    assert main(["checkpoint", "convert-to-hf", str(moved), str(tmp_path / "model"), "--tokenizer", tokenizer]) == 0
+    assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == 16
