@@ -1,10 +1,10 @@
 # make train   installs into .venv, then trains recipes/quickstart.yaml on whatever is there
 # make test    installs into .venv, then runs the whole test suite
-# make test-all, make parity, make memory: the sweeps
+# make test-all, make parity, make memory, make chaos: the sweeps
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-all lint docs readme parity memory bench clean
+.PHONY: train test test-all lint docs readme parity memory chaos bench clean
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -37,6 +37,10 @@ parity: .venv/installed
 
 memory: .venv/installed
 	$(BIN)/python benchmarks/memory.py docs/parity.md
+
+# The gates of docs/reliability.md: a hundred kills, twenty launches killed, every engine read by every other.
+chaos: .venv/installed
+	$(BIN)/python benchmarks/chaos.py docs/reliability.md
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/loss_head.py

@@ -48,6 +48,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def words() -> list[str]:
+    return make_words()
+
+
+def make_words() -> list[str]:
     """40 documents of a few hundred characters, all different."""
     choose = random.Random(0)
     lexicon = [
@@ -83,8 +87,12 @@ def text_file(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 def tiny_recipe(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe that trains in a second: 4 documents' worth of steps, two evaluations, three checkpoints."""
     file = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
-    file.write_text(
-        f"""
+    file.write_text(tiny_recipe_of(text_file))
+    return file
+
+
+def tiny_recipe_of(text_file: Path) -> str:
+    return f"""
 seed: 7
 model:
   config: {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1}}
@@ -97,8 +105,6 @@ checkpoint: {{every: 2}}
 tracking: {{report_to: []}}
 export: {{sample_tokens: 0}}
 """
-    )
-    return file
 
 
 @pytest.fixture

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,8 +28,12 @@ TIMED = ("train/tokens_per_second", "train/memory_gb")
 @pytest.fixture(scope="module")
 def dropout_recipe(tiny_recipe: Path) -> list[str]:
     """10 steps of 12 rows over about 97 rows: an epoch ends inside step 9."""
+    return with_dropout(tiny_recipe)
+
+
+def with_dropout(recipe: Path) -> list[str]:
     return [
-        "--config", str(tiny_recipe), DROPOUT_MODEL, "data.sequence_length=128", f"training.max_steps={STEPS}",
+        "--config", str(recipe), DROPOUT_MODEL, "data.sequence_length=128", f"training.max_steps={STEPS}",
         "training.micro_batch_size=2", "training.log_every=1", "training.eval_every=5", "checkpoint.every=1", "checkpoint.keep_last=null",
     ]  # fmt: skip
 
@@ -250,29 +258,39 @@ def test_a_second_ctrl_c_leaves_at_once(tiny: list[str], tmp_path: Path) -> None
     assert "SIGINT: finishing the step" in finished.output
 
 
-def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
-    """25 times kill -9, at least 8 of them inside a save."""
-    choose = random.Random(0)
+@dataclass
+class Kills:
+    """What came of killing runs at random."""
+
+    kills: int = 0
+    in_save: int = 0
+    runs: int = 0
+    seconds: float = 0.0
+
+
+def kill_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Kills:
+    """kill -9 one process at random moments, again and again, until each run has ended like one that was never touched."""
+    choose, result = random.Random(seed), Kills()
     # More to write than to compute, so that kills meet saves; everything as before otherwise.
     arguments = [
-        *dropout_recipe, "model.config.n_embd=128", "training.max_steps=25", "training.micro_batch_size=12", "checkpoint.keep_last=2",
+        *recipe, "model.config.n_embd=128", "training.max_steps=25", "training.micro_batch_size=12", "checkpoint.keep_last=2",
         "data.sequence_length=8", "training.eval_every=null", "training.log_every=1",
     ]  # fmt: skip
-    whole = tmp_path / "whole"
-    started = time.monotonic()
+    whole = folder / "whole"
+    began = started = time.monotonic()
     run_training([*arguments, f"output_dir={whole}"])
     duration = time.monotonic() - started
-
-    kills = in_save = runs = 0
-    while kills < 25:
-        runs += 1
-        run = tmp_path / f"run-{runs}"
+    while result.kills < kills:
+        result.runs += 1
+        run = folder / f"run-{result.runs}"
         while True:
             launch = start_training([*arguments, f"output_dir={run}"])
-            if kills < 25:
+            if result.kills < kills:
                 seen = killed_at = None
                 end = time.monotonic() + choose.uniform(0.15, 0.5) * duration
-                aim = kills % 2 == 0  # every other kill waits for the next save that begins after its random moment
+                aim = (
+                    result.kills % 2 == 0
+                )  # every other kill waits for the next save that begins after its random moment
                 while not killed_at:
                     time.sleep(0.0005)
                     done, status = os.waitpid(launch.pids[0], os.WNOHANG)
@@ -287,8 +305,8 @@ def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: li
                         killed_at = time.monotonic()
                 if not killed_at:
                     break
-                kills += 1
-                in_save += bool(list(run.glob("checkpoints/tmp-step-*")))
+                result.kills += 1
+                result.in_save += bool(list(run.glob("checkpoints/tmp-step-*")))
             else:
                 assert launch.wait().code == 0, launch.outputs()
                 break
@@ -297,5 +315,68 @@ def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: li
         assert json.loads((run / "summary.json").read_text())["status"] == "completed"
         assert not list(run.rglob("tmp-*"))
         shutil.rmtree(run)
-    print(f"{kills} kills over {runs} runs, {in_save} inside a save")
-    assert in_save >= 8
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
+    """25 times kill -9, at least 8 of them inside a save; `make chaos` does it a hundred times."""
+    result = kill_at_random(dropout_recipe, tmp_path, kills=25, seed=0)
+    print(result)
+    assert result.in_save >= 8
+
+
+def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Kills:
+    """The same with two processes under `accelerate launch`: process 0, process 1, the launcher and all of them, in turn."""
+    import psutil
+
+    choose, result = random.Random(seed), Kills()
+    arguments = [
+        *recipe, "model.config.n_embd=256", "training.max_steps=60", "training.micro_batch_size=6", "checkpoint.keep_last=2",
+        "data.sequence_length=8", "training.eval_every=null", "training.log_every=1",
+    ]  # fmt: skip
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
+        "--main_process_port", "0", str(ROOT / "train.py"),
+    ]  # fmt: skip
+    began, whole = time.monotonic(), folder / "whole"
+    run_training([*arguments, f"output_dir={whole}"], 2)
+    while result.kills < kills:
+        result.runs += 1
+        run = folder / f"run-{result.runs}"
+        while True:
+            launcher = subprocess.Popen(
+                [*command, *arguments, f"output_dir={run}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            before = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+            while launcher.poll() is None and result.kills < kills:
+                log = run / "metrics.jsonl"
+                if log.exists() and log.read_text() not in ("", before):  # it trains
+                    time.sleep(choose.uniform(0, 0.3))
+                    while (
+                        result.kills % 2 == 0
+                        and launcher.poll() is None
+                        and not list(run.glob("checkpoints/tmp-step-*"))
+                    ):
+                        time.sleep(0.0005)
+                    break
+                time.sleep(0.002)
+            if result.kills >= kills or launcher.poll() is not None:
+                assert launcher.wait(300) == 0
+                break
+            workers = psutil.Process(launcher.pid).children()
+            targets = {0: workers[:1], 1: workers[1:2], 2: [launcher], 3: [launcher, *workers]}[result.kills % 4]
+            result.in_save += bool(list(run.glob("checkpoints/tmp-step-*")))
+            for target in targets:
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    target.kill()
+            result.kills += 1
+            _, alive = psutil.wait_procs(workers, timeout=60)
+            assert not alive, "nobody may be left"
+            launcher.wait(60)
+        assert different(tensors_of(run, 60), tensors_of(whole, 60)) == []
+        assert metrics_of(run) == metrics_of(whole)
+        assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+        shutil.rmtree(run)
+    result.seconds = time.monotonic() - began
+    return result
