@@ -55,9 +55,14 @@ def main() -> None:
     def seconds_until_told(sabotage: object, extra: list[str]) -> tuple[float, str]:
         began = time.monotonic()
         arguments = ["--config", str(recipe), f"output_dir={folder / 'told'}-{began}", *extra]
-        finished = start(arguments, 2, sabotage).wait(120)
-        (line,) = [line for line in finished.outputs[0].splitlines() if line.startswith("error: ")]
-        return time.monotonic() - began, line.split("; the last checkpoint")[0].removeprefix("error: ")
+        launch = start(arguments, 2, sabotage)
+        while not (found := [line for line in launch.outputs()[0].splitlines() if line.startswith("error: ")]):
+            assert time.monotonic() - began < 120, launch.outputs()
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        launch.wait()
+        (line,) = found
+        return seconds, line.split("; the last checkpoint")[0].removeprefix("error: ")
 
     one = kill_at_random(with_dropout(recipe), folder / "one", known.kills, seed=1)
     tell(
@@ -80,11 +85,11 @@ def main() -> None:
 
     seconds, says = seconds_until_told(die, [])
     tell(
-        f"| G4 | process 1 of two killed in step 4 | the other ended {seconds:.1f} s after the start of the run: `{says}` |"
+        f"| G4 | process 1 of two killed in step 4 | the other said so {seconds:.1f} s after the start of the run: `{says}` |"
     )
     seconds, says = seconds_until_told(hang, ["distributed.timeout_seconds=8"])
     tell(
-        f"| G5 | process 1 of two stopped (SIGSTOP) in step 4, `distributed.timeout_seconds=8` | the other ended {seconds:.1f} s after the start of the run: `{says}` |"
+        f"| G5 | process 1 of two stopped (SIGSTOP) in step 4, `distributed.timeout_seconds=8` | the other said so {seconds:.1f} s after the start of the run: `{says}` |"
     )
     (folder / "matrix").mkdir()
     matrix = whole_matrix(Scenario("gpt2"), folder / "matrix")
