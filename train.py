@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     accelerator = runtime.build_accelerator(config, output_dir)
     peers = runtime.Peers(accelerator, config)
     is_main = accelerator.is_main_process
+    say = partial(print, flush=True) if is_main else lambda *lines, **how: None
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
 
     # Where the last run stopped, if there was one
@@ -108,9 +110,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     tracking = Tracking(accelerator)
     if not dry_run:
         tracking.start(config, output_dir)
-    accelerator.print(
-        start_block(config, identity, model_facts, data, num_steps, tracking.description), *notes, sep="\n"
-    )
+    say(start_block(config, identity, model_facts, data, num_steps, tracking.description), *notes, sep="\n")
     if dry_run:
         try_everything(accelerator, model, optimizer, data, order, config)
         runtime.close(accelerator)
@@ -144,7 +144,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     def read_loss() -> float:
         loss, skipped = skipped_steps.read(accelerator, outcome, gradients, progress.step)
         for number, names in skipped.items():
-            accelerator.print(f"step {number} was skipped: the gradient of {names[0]} is not finite")
+            say(f"step {number} was skipped: the gradient of {names[0]} is not finite")
             if is_main:
                 facts = {"step": number, "rows": order.rows_at(number).tolist(), "parameters": names}
                 write_json(output_dir / f"nonfinite_step_{number}.json", facts)
@@ -221,6 +221,8 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                     accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from
                 )
                 stop_request.done()
+                if request == SAVE:
+                    bar.line(f"saved {saved}, as the file {SAVE} asked")
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             if stop:
                 break
@@ -242,16 +244,14 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         "peak_memory_gb": runtime.gather_objects(accelerator, runtime.peak_memory_gb(accelerator.device)),
     }
     if stop:
-        accelerator.print(
-            f"stopped by {stop} after step {progress.step}, saved {saved}; the same command goes on from there"
-        )
+        say(f"stopped by {stop} after step {progress.step}, saved {saved}; the same command goes on from there")
         if is_main:
             write_summary(output_dir, status="preempted", exit_code=EXIT_PREEMPTED, reason=stop, **facts)
         tracking.finish()
         runtime.close(accelerator)
         return EXIT_PREEMPTED
     if resumed_from and progress.tokens == first_tokens:
-        accelerator.print(f"already complete: step {progress.step} of {num_steps}")
+        say(f"already complete: step {progress.step} of {num_steps}")
     if result is None:
         result = evaluate()
     final = export_model(
@@ -270,7 +270,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
 
 def main(arguments: list[str]) -> int:
     """Parse, train, and turn every way to end into its exit code and its `summary.json`."""
-    config, status, code, reason, speaks = None, "failed", 1, "", None
+    config, dry_run, status, code, reason, speaks = None, False, "failed", 1, "", None
     try:
         parsed = parse_train_arguments(arguments, DEFAULT_RECIPE)
         if parsed is None:
@@ -297,7 +297,7 @@ def main(arguments: list[str]) -> int:
         print_problems(explained)
     finally:
         if reason:
-            write_failure(config.output_dir if config else None, status, code, reason, speaks)
+            write_failure(config.output_dir if config and not dry_run else None, status, code, reason, speaks)
     return code
 
 

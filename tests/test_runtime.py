@@ -140,10 +140,11 @@ def parallel(**sizes: int) -> dict[str, Any]:
 
 # (the Accelerate config, or variables that no config can make), arguments, processes, what the line says
 REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
-    "fp16 by the launch": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, [], 1, "mixed_precision of the Accelerate config must be bf16 or no on a CPU, got fp16"),
+    "fp16 by the launch": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, [], 1, "mixed_precision of the launch must be bf16 or no on a CPU, got fp16"),
     "fp16 by the recipe": ({}, ["training.mixed_precision=fp16"], 1, "training.mixed_precision must be bf16 or no on a CPU, got fp16"),
     "fp8 by the recipe": ({}, ["training.mixed_precision=fp8"], 1, "training.mixed_precision must be bf16 or no on a CPU, got fp8"),
     "fp16 under FSDP2": (FSDP, ["training.mixed_precision=fp16"], 2, "training.mixed_precision must be bf16 or no on a CPU, got fp16"),
+    "restarts that hang": ({"TORCHELASTIC_MAX_RESTARTS": "2"}, [], 2, "max_restarts must be 0 with the static rendezvous, which hangs after the first death, got 2; add --rdzv_backend c10d"),
     "one process for several": ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "1234"}, [], 1, "must start the processes it was asked for, got one process"),
     "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, [], 2, "must ask for one process, DDP, FSDP2 or DeepSpeed, got Megatron-LM"),
     "nccl on CPU processes": ({}, ["distributed.backend=nccl"], 2, "distributed.backend must be gloo or null on CPU processes, got nccl"),

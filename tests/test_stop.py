@@ -175,6 +175,18 @@ def test_the_file_save_asks_for_a_checkpoint_and_stop_for_the_end(
     assert int(Path(os.readlink(run / "checkpoints/latest")).name.removeprefix("step-")) == summary["step"]
 
 
+def test_files_from_before_the_run_ask_for_nothing(tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("STOP", "SAVE"):
+        (run / name).touch()
+        os.utime(run / name, (1, 1))
+    finished = run_training(tiny)
+    assert f"removed {run / 'STOP'}, which was there before the run started" in finished.output
+    assert not (run / "STOP").exists()
+    assert not (run / "SAVE").exists()
+
+
 def test_a_time_limit_saves_and_stops(tiny: list[str], tmp_path: Path) -> None:
     started = time.monotonic()
     finished = run_training([*tiny, *LONG, "training.max_minutes=0.05"], 2, expect=75)

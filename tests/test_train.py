@@ -27,6 +27,7 @@ def test_a_run_leaves_everything_that_is_promised(tiny: list[str], tmp_path: Pat
         "summary.json",
         "checkpoints",
         "final",
+        "tokenizer",
     } == names
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["step"], summary["samples_seen"]) == (

@@ -263,7 +263,7 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
         notes.append("the length of the run changed: the schedule of the new length holds from here on")
     if checkpoint.state["num_processes"] != num_processes:
         notes.append(
-            f"the checkpoint was written by {checkpoint.state['num_processes']} processes, now {num_processes}: "
+            f"the checkpoint was written by {checkpoint.state['num_processes']} process(es), now {num_processes}: "
             "the same rows and rates, losses equal to rounding, not bit for bit"
         )
     if checkpoint.state["threads"] != torch.get_num_threads():

@@ -314,7 +314,7 @@ class Config(Section):
         steps = self.training.max_steps
         if steps is not None and self.schedule.warmup_steps > steps:
             raise ValueError(
-                f"schedule.warmup_steps must be at most training.max_steps {steps}, got {self.schedule.warmup_steps}; lower it"
+                f"schedule.warmup_steps must be at most training.max_steps {steps}, got {self.schedule.warmup_steps}; for instance schedule.warmup_steps={steps // 10}"
             )
         if self.schedule.min_learning_rate > self.optimizer.learning_rate:
             raise ValueError(

@@ -61,7 +61,9 @@ def try_everything(
 
     def timed(what: str, work: Callable[[], str]) -> None:
         started = time.monotonic()
-        accelerator.print(f"dry run: {what:9}{work()}  ({time.monotonic() - started:.1f} s)")
+        line = f"dry run: {what:9}{work()}"
+        if accelerator.is_main_process:
+            print(f"{line}  ({time.monotonic() - started:.1f} s)", flush=True)
 
     def step(number: int) -> str:
         nonlocal progress
@@ -113,4 +115,5 @@ def try_everything(
             shutil.rmtree(work, ignore_errors=True)
             with contextlib.suppress(OSError):  # not empty: a run has been here
                 work.parent.rmdir()
-    accelerator.print("dry run: everything works here; nothing was kept")
+    if accelerator.is_main_process:
+        print("dry run: everything works here; nothing was kept")

@@ -45,6 +45,7 @@ class StopRequest:
         self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._reason: str | None = None
         self._wants_save = False
+        self._started = time.time()
         self._looked = 0.0
         self._first_interrupt: float | None = None
         self._in_loop = False
@@ -68,6 +69,11 @@ class StopRequest:
         if accelerator.num_processes > 1:
             # A group on the CPU: agreeing must not wait for the device.
             self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+        for name in ("STOP", SAVE):
+            file = self._output_dir / name
+            if is_main_process() and file.exists() and file.stat().st_mtime < self._started:
+                print(f"removed {file}, which was there before the run started", file=sys.stderr)
+                file.unlink()
         self._in_loop = True
         try:
             yield
@@ -90,7 +96,9 @@ class StopRequest:
         if not self._in_loop:
             raise Preempted(f"stopped by {name} where there was nothing new to save; the same command goes on")
         if is_main_process():
-            os.write(2, f"\n{name}: finishing the step, then saving (Ctrl-C again leaves at once)\n".encode())
+            # A launcher turns a second Ctrl-C into a SIGTERM.
+            hint = "" if "TORCHELASTIC_RUN_ID" in os.environ else " (a second Ctrl-C leaves at once)"
+            os.write(2, f"\n{name}: finishing the step, then saving{hint}\n".encode())
 
     def _mine(self) -> int:
         """What this process knows, as a number; only the main one looks at files."""

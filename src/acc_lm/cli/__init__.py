@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -79,6 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         verbs_by_name = {"generate": _generate, "recipe": _recipe, "parity": _parity, "checkpoint": _checkpoint}
         return verbs_by_name[known.verb](known)
+    except BrokenPipeError:  # `| head`: who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -130,6 +130,8 @@ def parity(
     precision = config.training.mixed_precision or "no"
     tolerance = TOLERANCE[precision]
     print(f"{recipe}: {steps} steps, {len(chosen)} launches; tolerance {_list(tolerance)}", flush=True)
+    names = " ".join(f"{name.split('/')[1]:>8.8}" for name in COMPARED)
+    print(f"{'config x processes':28} {'strategy':16} {names}  against the first row")
     for line in left_out:
         print(f"left out: {line}")
     rows: list[Row] = []

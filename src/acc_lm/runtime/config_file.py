@@ -118,6 +118,21 @@ def lost_settings() -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in os.environ}
 
 
+def rendezvous_backend() -> str:
+    """How the launcher brings processes together: static (every launcher's default) or c10d, from its command line or the config."""
+    import psutil
+
+    for process in psutil.Process().parents():
+        try:
+            words = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if re.search(r"--standalone\b|--rdzv[-_]backend[ =]c10d\b", words):
+            return "c10d"
+    file = config_file()
+    return str(getattr(_read(file)[0], "rdzv_backend", None) or "static") if file else "static"
+
+
 # --- what Accelerate reads -----------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from acc_lm.config import DistributedConfig, TrainingConfig, nearest_multiples
 from acc_lm.errors import ConfigError, MachineError
-from acc_lm.runtime.config_file import check_config_file, lost_settings
+from acc_lm.runtime.config_file import check_config_file, lost_settings, rendezvous_backend
 from acc_lm.runtime.deepspeed import build_models_whole, deepspeed_plugin, offload_device
 from acc_lm.runtime.extensions import build_extensions
 from acc_lm.runtime.fsdp import fsdp_plugin, mesh, shard_on_cpu
@@ -38,6 +38,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     training, distributed = config.training, config.distributed
     has_accelerator = torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
     _refuse_silent_single_process()
+    _refuse_restarts_that_hang()
     check_config_file()
     os.environ |= lost_settings()
     strategy = asked_strategy()
@@ -148,6 +149,7 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     # DeepSpeed is imported even where it is not used (transformers does, when it saves a model), and talks.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # Accelerate's HSDP mesh, on every process
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
@@ -164,6 +166,14 @@ def _refuse_silent_single_process() -> None:
         )
 
 
+def _refuse_restarts_that_hang() -> None:
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts > 0 and rendezvous_backend() == "static":
+        raise MachineError(
+            f"max_restarts must be 0 with the static rendezvous, which hangs after the first death, got {restarts}; add --rdzv_backend c10d"
+        )
+
+
 def _refuse_other_masters(config: Config, strategy: str) -> None:
     if strategy.startswith("deepspeed") and config.model.dtype != "float32":
         raise MachineError(
@@ -175,10 +185,10 @@ def _refuse_other_masters(config: Config, strategy: str) -> None:
 def _checked_precision(training: TrainingConfig, has_accelerator: bool) -> str:
     from_launch = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     precision = training.mixed_precision or from_launch
-    key = "training.mixed_precision" if training.mixed_precision else "mixed_precision of the Accelerate config"
+    key = "training.mixed_precision" if training.mixed_precision else "mixed_precision of the launch"
     if precision in ("fp16", "fp8") and not has_accelerator:
         raise MachineError(
-            f"{key} must be bf16 or no on a CPU, got {precision}, which only accelerators execute; change it"
+            f"{key} must be bf16 or no on a CPU, got {precision}, which only accelerators execute; use bf16 or no there, or on the command line"
         )
     on_cuda = has_accelerator and torch.cuda.is_available()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
