@@ -54,6 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
     parity.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON beside it")
     parity.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
+    doctor = verbs.add_parser(
+        "doctor", help="what this machine has, and whether an Accelerate config can run on it (exit code 4 if not)"
+    )
+    doctor.add_argument("--config_file", type=Path, metavar="FILE", help="e.g. accelerate_configs/fsdp2.yaml")
+    doctor.add_argument("--num_processes", type=int, metavar="N", help="in all, as for accelerate launch")
+    doctor.add_argument("--json", action="store_true", help="for scripts")
+
     checkpoint = verbs.add_parser("checkpoint", help="list, verify, export or convert checkpoints")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser(
@@ -78,7 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     known = parser.parse_args(arguments)
     try:
-        verbs_by_name = {"generate": _generate, "recipe": _recipe, "parity": _parity, "checkpoint": _checkpoint}
+        verbs_by_name = {
+            "generate": _generate,
+            "recipe": _recipe,
+            "parity": _parity,
+            "checkpoint": _checkpoint,
+            "doctor": _doctor,
+        }
         return verbs_by_name[known.verb](known)
     except BrokenPipeError:  # `| head`: who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -114,6 +127,38 @@ def _recipe(known: argparse.Namespace) -> int:
     from acc_lm.recipe import json_schema, markdown
 
     print(json_schema() if known.format == "schema" else markdown(), end="")
+    return 0
+
+
+def _doctor(known: argparse.Namespace) -> int:
+    import json
+
+    from acc_lm.runtime import check_config, machine
+
+    found = machine()
+    if known.json:
+        print(json.dumps(found, indent=1))
+    else:
+        devices = [
+            f"{each['name']}, {each['memory_gb']} GB, compute capability {each['capability']}"
+            for each in found["devices"]
+        ]
+        lines = {
+            "python": f"{found['python']}, {found['system']}, {found['cpu_cores']} cores, {found['memory_gb']} GB",
+            "libraries": ", ".join(f"{name} {version or '-'}" for name, version in found["libraries"].items()),
+            "cuda": f"built for {found['cuda']['built_for'] or 'none'}, {'available' if found['cuda']['available'] else 'not available'}",
+            "devices": "; ".join(devices) or "no accelerator",
+            "connects": ", ".join(
+                f"{name} {'yes' if there else 'no'}" for name, there in found["process_groups"].items()
+            ),
+            "precision": found["precision"],
+            "C++": f"{found['cpp_compiler'] or 'no compiler'}, {'libaio' if found['libaio'] else 'no libaio'}, for extensions that are built here",
+        }
+        for name, text in lines.items():
+            print(f"{name:10}{text}")
+    if known.config_file:
+        notes = check_config(known.config_file, known.num_processes)
+        print(*notes, sep="\n", file=sys.stderr if known.json else sys.stdout)
     return 0
 
 

@@ -11,11 +11,13 @@
     identity      what really runs, read from the live objects
     peers         the other processes: whether they run the same, which of them died or hangs
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
+    doctor        what this machine has, and whether a config can run on it
     ending        memory, and a process group that ends cleanly
 
 Everything else sees an `Accelerator` that is what the launch asked for, or an error that says why it is not.
 """
 
+from acc_lm.runtime.doctor import check_config, machine
 from acc_lm.runtime.ending import close, peak_memory_gb
 from acc_lm.runtime.engines import (
     check_replicas,
@@ -51,6 +53,7 @@ __all__ = [
     "Piece",
     "bare_model",
     "build_accelerator",
+    "check_config",
     "check_replicas",
     "close",
     "count_updates",
@@ -61,6 +64,7 @@ __all__ = [
     "gather_tensor",
     "identify",
     "initialise_once",
+    "machine",
     "on_main",
     "peak_memory_gb",
     "pieces_of",

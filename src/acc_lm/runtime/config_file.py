@@ -238,6 +238,15 @@ def _read(file: Path) -> tuple[ClusterConfig, list[tuple[str, int]]]:
         raise MachineError(f"{file} must be a config file of Accelerate, got: {text}; correct it") from None
 
 
+def read_config(file: Path) -> ClusterConfig:
+    """An Accelerate config, as Accelerate reads it.
+
+    Raises:
+        MachineError: it is none.
+    """
+    return _read(file)[0]
+
+
 def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(node, MappingNode):
         for key, value in node.value:
