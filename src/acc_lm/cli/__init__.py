@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     doctor = verbs.add_parser(
         "doctor", help="what this machine has, and whether an Accelerate config can run on it (exit code 4 if not)"
     )
-    doctor.add_argument("--config_file", type=Path, metavar="FILE", help="e.g. accelerate_configs/fsdp2.yaml")
+    doctor.add_argument("--config_file", type=Path, metavar="FILE", help="e.g. accelerate_configs/ddp.yaml")
     doctor.add_argument("--num_processes", type=int, metavar="N", help="in all, as for accelerate launch")
     doctor.add_argument("--json", action="store_true", help="for scripts")
 
