@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def train_with_bad_losses(
                 accelerator.backward = lambda loss: backward(loss * value)
             result = original(accelerator, *positional, step=step, **keywords)
             accelerator.backward = backward
-            return result
+            return replace(result, nll=result.nll * value) if step in bad_steps else result
 
         acc_lm.step.train_step = train_step  # type: ignore[assignment]
         return train.main(arguments)
@@ -81,6 +82,28 @@ def test_two_bad_steps_with_a_good_one_between_them_do_not_end_it(tiny: list[str
     finished = train_with_bad_losses([*tiny, "training.max_nonfinite_steps=2"], (2, 4, 6), 1, float("nan"))
     assert finished.codes == [0], finished.output
     assert finished.output.count("was skipped") == 3
+    # Steps that are logged and saved too: their loss is no number, and stays out of the record.
+    entries = {entry["step"]: entry for entry in read(tmp_path / "run") if "train/tokens" in entry}
+    assert ["train/loss" in entries[step] for step in (1, 2, 4, 6)] == [True, False, False, False]
+
+
+def test_a_loss_that_is_no_number_under_a_finite_gradient_ends_the_run(tiny: list[str], tmp_path: Path) -> None:
+    def run() -> int:
+        import acc_lm.step
+        import train
+
+        original = acc_lm.step.train_step
+
+        def train_step(*positional: Any, step: int, **keywords: Any) -> Any:
+            result = original(*positional, step=step, **keywords)
+            return replace(result, nll=result.nll * float("nan")) if step == 4 else result
+
+        acc_lm.step.train_step = train_step
+        return train.main(tiny)
+
+    finished = Launch(run).wait()
+    assert finished.codes == [6], finished.output
+    assert "the loss must stay finite, got nan under a finite gradient" in finished.errors[0]
 
 
 def test_a_batch_without_any_target_is_no_divergence(tiny: list[str], tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class Skipped:
                 f"the gradient must be finite, got {self._in_a_row} of {self.most_in_a_row} tolerated steps in a row where it was not, in step "
                 f"{last} first in that of {names[0]} ({len(names)} parameters in all); no weight was changed by them; {advice}"
             )
-        if not math.isfinite(loss) and not skipped:
+        if not math.isfinite(loss) and self._in_a_row == 0:
             raise DivergedError(f"the loss must stay finite, got {loss} under a finite gradient; {advice}")
 
 

@@ -130,10 +130,11 @@ class StopRequest:
             raise Preempted(f"stopped by {reason}")
 
     def done(self) -> None:
-        """After a checkpoint was saved: the files that asked for it are answered."""
-        if is_main_process():
-            for name in ("STOP", SAVE):
-                (self._output_dir / name).unlink(missing_ok=True)
+        """After a checkpoint was saved: a file that was seen and asked for it is answered, one that came since is not."""
+        if self._reason == "the file STOP":
+            (self._output_dir / "STOP").unlink(missing_ok=True)
+        if self._wants_save:
+            (self._output_dir / SAVE).unlink(missing_ok=True)
         self._wants_save = False
 
 
