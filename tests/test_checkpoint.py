@@ -16,7 +16,7 @@ import torch
 from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import different, tensors_of, wait_for
 
-from acc_lm.retention import FORMAT, MANIFEST, STATE, _problem_with
+from acc_lm.retention import FORMAT, MANIFEST, STATE, problem_with
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 
@@ -399,7 +399,7 @@ def test_a_disk_that_fills_up_is_exit_code_8_and_older_checkpoints_are_intact(
     assert "must have room for a checkpoint, got: No space left on device (0 MiB free)" in line
     assert not list((run / "checkpoints").glob("tmp-*"))
     assert steps_of(run)
-    assert [_problem_with(run / f"checkpoints/step-{step:08d}") for step in steps_of(run)] == [None] * len(
+    assert [problem_with(run / f"checkpoints/step-{step:08d}") for step in steps_of(run)] == [None] * len(
         steps_of(run)
     )
     (small_disk / "filler").unlink()
