@@ -251,7 +251,7 @@ def test_another_precision_is_another_recipe(run: Path, tiny: list[str]) -> None
 
 def test_another_number_of_processes_is_said(run: Path, tiny: list[str]) -> None:
     finished = run_training([*tiny, "training.max_steps=8", "training.micro_batch_size=6"], num_processes=2)
-    assert "the checkpoint was written by 1 processes, now 2: the same rows and rates" in finished.output
+    assert "the checkpoint was written by 1 process, now 2: the same rows and rates" in finished.output
 
 
 def test_what_has_diverged_is_not_saved_and_exits_6(tiny: list[str], tmp_path: Path) -> None:
@@ -399,9 +399,7 @@ def test_a_disk_that_fills_up_is_exit_code_8_and_older_checkpoints_are_intact(
     assert "must have room for a checkpoint, got: No space left on device (0 MiB free)" in line
     assert not list((run / "checkpoints").glob("tmp-*"))
     assert steps_of(run)
-    assert [problem_with(run / f"checkpoints/step-{step:08d}") for step in steps_of(run)] == [None] * len(
-        steps_of(run)
-    )
+    assert [problem_with(run / f"checkpoints/step-{step:08d}") for step in steps_of(run)] == [None] * len(steps_of(run))
     (small_disk / "filler").unlink()
     more = [*tiny, f"output_dir={run}", "training.max_steps=400", "checkpoint.every=null", "training.eval_every=null"]
     assert "resumed from" in run_training(more).output

@@ -261,9 +261,10 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
         notes.append(f"recipe changed, as checkpoint.allow_changed_recipe permits: {', '.join(changes)}")
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
         notes.append("the length of the run changed: the schedule of the new length holds from here on")
-    if checkpoint.state["num_processes"] != num_processes:
+    before = checkpoint.state["num_processes"]
+    if before != num_processes:
         notes.append(
-            f"the checkpoint was written by {checkpoint.state['num_processes']} process(es), now {num_processes}: "
+            f"the checkpoint was written by {before} process{'es' * (before != 1)}, now {num_processes}: "
             "the same rows and rates, losses equal to rounding, not bit for bit"
         )
     if checkpoint.state["threads"] != torch.get_num_threads():
