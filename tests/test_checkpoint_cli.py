@@ -80,6 +80,53 @@ def test_list_and_verify_name_what_is_damaged(
     assert not (tmp_path / "x").exists()
 
 
+def damage(file: Path, how: str, other: Path) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+        return
+    if how == "empty":
+        content = bytearray()
+    elif how == "truncated":
+        del content[len(content) // 2 :]
+    elif how == "flipped":
+        content[len(content) // 3] ^= 1
+    else:
+        content = bytearray((other / file.name).read_bytes())
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("config", ["single", "fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
+def test_every_damage_to_every_file_is_named_and_the_checkpoint_before_is_used(
+    config: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Asked of the finder itself; that a run starts from what it finds is shown in test_checkpoint.py."""
+    import shutil
+
+    from acc_lm.retention import _find
+
+    files = sorted(path.name for path in (runs[config] / "checkpoints/step-00000006").iterdir())
+    assert len(files) == 2 + (1 if config == "single" else 2)
+    for how in ("missing", "empty", "truncated", "flipped", "of another step"):
+        for name in files:
+            run = tmp_path / f"{how}-{name}"
+            shutil.copytree(runs[config] / "checkpoints", run / "checkpoints", symlinks=True)
+            steps = sorted(path for path in (run / "checkpoints").glob("step-*") if not path.is_symlink())
+            newest, before = steps[-1], steps[-2]
+            damage(newest / name, how, before)
+            found = _find(run, "auto")
+            assert found.checkpoint is not None
+            assert found.checkpoint.folder == before.resolve(), (how, name)
+            ((folder, problem),) = found.damaged
+            assert folder == newest
+            # A manifest of another step makes the first file that it lists look wrong.
+            assert name in problem or (name == "manifest.json" and how in ("flipped", "of another step")), (
+                how,
+                name,
+                problem,
+            )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
