@@ -125,7 +125,8 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
     runtime.warm_up(accelerator, model, data.train[0])
-    gradients, skipped_steps = runtime.Gradients(accelerator, model), Skipped(training.max_nonfinite_steps)
+    gradients = runtime.Gradients(accelerator, model)
+    skipped_steps = Skipped(training.max_nonfinite_steps, total=progress.step - runtime.count_updates(optimizer))
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> EvaluationResult:

@@ -144,6 +144,22 @@ def test_bad_arguments_get_one_line(
     assert says in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_before_cannot_be_converted_and_says_so(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from acc_lm.cli import checkpoint
+
+    run = tmp_path / "run"
+    shutil.copytree(runs["single"], run, symlinks=True)
+    file = run / "checkpoints/step-00000006/state.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "model_config"}))
+    monkeypatch.setattr(checkpoint, "_whole", lambda folder: None)  # its checksum is not what this is about
+    assert main(["checkpoint", "convert-to-hf", str(file.parent), str(tmp_path / "model")]) == 5
+    assert "got no model_config in its state.json" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_was_moved_needs_a_tokenizer(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,10 +40,9 @@ def list_checkpoints(run: Path) -> int:
 def verify(folder: Path) -> int:
     """Read every byte of a checkpoint; exit code 5 when one is not what was written."""
     from acc_lm.checkpoint import read_tensors
-    from acc_lm.retention import open_checkpoint, problem_with
+    from acc_lm.retention import open_checkpoint
 
-    if problem := problem_with(folder):
-        raise CheckpointError(f"{folder} must be a whole checkpoint, got: {problem}")
+    _whole(folder)
     checkpoint, num_tensors, elements = open_checkpoint(folder), 0, 0
     for _, tensor in read_tensors(folder):
         num_tensors, elements = num_tensors + 1, elements + tensor.numel()
@@ -85,7 +84,12 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
             f"the tokenizer must be beside the run, got nothing at {source}; name its folder with --tokenizer"
         )
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    sizes = dict(state["model_config"])
+    sizes = dict(state.get("model_config", {}))
+    if not sizes:
+        raise CheckpointError(
+            f"{folder} must say which model it is of, got no model_config in its state.json (an earlier version wrote it); "
+            "go on with its run for a step, and convert the checkpoint that it saves"
+        )
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     weights = {}
     for name, tensor in read_tensors(folder):

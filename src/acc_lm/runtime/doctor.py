@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,14 @@ import torch.distributed as dist
 from acc_lm.errors import MachineError
 from acc_lm.runtime.config_file import CONFIG_FILE_VARIABLE, check_config_file, read_config
 from acc_lm.runtime.extensions import COMPILERS, has_libaio
-
-LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "datasets", "tokenizers", "safetensors", "wandb")
+from acc_lm.runtime.identity import library_versions
 
 
 def machine() -> dict[str, Any]:
     """Versions, devices with their memory in GB, what connects processes, what DeepSpeed would build with."""
     return {
         "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": library_versions(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
@@ -39,13 +37,6 @@ def machine() -> dict[str, Any]:
         "cpp_compiler": next((name for name in COMPILERS if shutil.which(name)), None),
         "libaio": has_libaio(),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -106,7 +97,7 @@ def check_config(file: Path, num_processes: int | None) -> list[str]:
             f"{file}: mixed_precision must be fp16 or no on this GPU, got bf16, which it does not have; change it"
         )
     if kind == "DEEPSPEED":
-        if _version("deepspeed") is None:
+        if library_versions()["deepspeed"] is None:
             problems.append(f"{file}: deepspeed must be installed, got no such package; pip install deepspeed")
         if not any(shutil.which(compiler) for compiler in COMPILERS):
             problems.append(

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,19 @@ from acc_lm.runtime.strategy import asked_strategy, bare_model, is_deepspeed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+LIBRARIES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "deepspeed",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "wandb",
+)
 
 
 @dataclass(frozen=True)
@@ -268,19 +282,27 @@ def _notes(
 
 def environment(identity: Identity) -> dict[str, Any]:
     """`environment.json`: what ran, with which versions, from which commit, how it was launched."""
-    from importlib.metadata import version
-
-    names = ("torch", "accelerate", "transformers", "deepspeed", "tokenizers", "datasets", "safetensors", "numpy")
     values = asdict(identity)
     notes = values.pop("notes")
     return {
         **values,
         "notes": list(notes),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "versions": {"python": platform.python_version(), **library_versions()},
         "git_commit": _git_commit(),
         "launch_command": _launch_command(),
         "host": platform.node(),
     }
+
+
+def library_versions() -> dict[str, str | None]:
+    """Of the libraries that decide what a run does; None for one that is not installed."""
+    found: dict[str, str | None] = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def _git_commit() -> str | None:

@@ -42,7 +42,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     check_config_file()
     os.environ |= lost_settings()
     strategy = asked_strategy()
-    _refuse_other_masters(config, strategy)
+    _refuse_other_dtypes(config, strategy)
     precision = _checked_precision(training, has_accelerator)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
@@ -174,7 +174,7 @@ def _refuse_restarts_that_hang() -> None:
         )
 
 
-def _refuse_other_masters(config: Config, strategy: str) -> None:
+def _refuse_other_dtypes(config: Config, strategy: str) -> None:
     if strategy.startswith("deepspeed") and config.model.dtype != "float32":
         raise MachineError(
             f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got "

@@ -1,4 +1,4 @@
-"""The other processes of a run: whether they run the same thing, and which of them died, hangs or is slow."""
+"""The other processes of a run: whether they run the same thing, and which of them died or hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,11 +22,11 @@ import xxhash
 from acc_lm.config import Config, flatten
 from acc_lm.errors import MachineError, WorkerLostError
 from acc_lm.runtime.engines import gather_objects
+from acc_lm.runtime.identity import library_versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "safetensors")
 BROKEN = re.compile(
     r"connection (closed|reset|refused)|timed out|timeout|broken pipe|socket|gloo|nccl|remote process|peer",
     re.IGNORECASE,
@@ -63,7 +62,7 @@ class Peers:
         self.check_same(
             {
                 "python": platform.python_version(),
-                **{name: version(name) for name in LIBRARIES},
+                **{name: str(version) for name, version in library_versions().items()},
                 "the code of acc_lm": _code_digest(),
                 **{key: str(value) for key, value in flatten(config.model_dump(mode="json")).items()},
             }
