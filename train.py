@@ -39,7 +39,8 @@ DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> int:
     """Train as the recipe says, or only try everything once; returns the exit code."""
     # Imported here and not above, so that --help and a misspelt key answer at once.
-    from acc_lm import checkpoint, history, retention, runtime
+    from acc_lm import history, resuming, retention, runtime
+    from acc_lm.checkpoint import load_checkpoint
     from acc_lm.console import Bar, closing_block, start_block
     from acc_lm.data import build_data, build_loader
     from acc_lm.dry_run import try_everything
@@ -50,6 +51,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     from acc_lm.order import MicroBatches, RowOrder
     from acc_lm.progress import Progress, is_due
     from acc_lm.recipe import dump_config
+    from acc_lm.saving import Saver, check_disk_space
     from acc_lm.schedule import build_schedule
     from acc_lm.step import Skipped, in_steps, train_step
     from acc_lm.summary import open_output_dir, write_json, write_summary
@@ -72,7 +74,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
-        notes += checkpoint.check_same_recipe(found.checkpoint, config, precision, num_processes)
+        notes += resuming.check_same_recipe(found.checkpoint, config, precision, num_processes)
 
     # Text -> rows, after a look at whether the model can run at all
     tokenizer = load_tokenizer(config.tokenizer, config.model)
@@ -92,15 +94,15 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     )
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
-    checkpoint.check_disk_space(output_dir, model, config.checkpoint, num_steps)
+    check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
-    progress, saved = Progress(), None
+    progress, resumed_from = Progress(), None
     if found.checkpoint:
-        checkpoint.check_same_text(found.checkpoint, config, data.key)
-        progress = checkpoint.load_checkpoint(accelerator, found.checkpoint, model, optimizer)
-        saved = found.checkpoint.folder
-        notes.append(f"resumed from {saved} at step {progress.step}")
-    resumed_from, first_tokens = saved, progress.tokens
+        resuming.check_same_text(found.checkpoint, config, data.key)
+        progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
+        resumed_from = found.checkpoint.folder
+        notes.append(f"resumed from {resumed_from} at step {progress.step}")
+    first_tokens = progress.tokens
     if is_main and not dry_run:
         retention.set_aside(output_dir, found)
         history.keep_until(output_dir, progress.step)
@@ -127,6 +129,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     runtime.warm_up(accelerator, model, data.train[0])
     gradients = runtime.Gradients(accelerator, model)
     skipped_steps = Skipped(training.max_nonfinite_steps, total=progress.step - runtime.count_updates(optimizer))
+    saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> EvaluationResult:
@@ -162,7 +165,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     result, stop = None, None
     started = logged = time.monotonic()
     logged_tokens = progress.tokens
-    with stop_request.saving(accelerator):
+    with stop_request.saving(accelerator), saver:
         for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
             step = progress.step + 1
             peers.at(f"step {step}", is_watched=True)
@@ -211,22 +214,18 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                 request
                 or is_due(step, config.checkpoint.every, num_steps)
                 or order.completes_epochs(step, config.checkpoint.every_epochs)
-                or (
-                    result
-                    and retention.is_among_best(accelerator, output_dir, result.loss, config.checkpoint.keep_best)
-                )
+                or (result and saver.is_among_best(result.loss))
             ):
                 read_loss()  # what has diverged is not saved
-                eval_loss = result.loss if result else None
-                saved = checkpoint.save_checkpoint(
-                    accelerator, output_dir, model, optimizer, progress, config, data.key, eval_loss, found.started_from
-                )
+                saver.save(model, optimizer, progress, result.loss if result else None, at_once=bool(request))
                 stop_request.done()
-                if request == SAVE:
-                    bar.line(f"saved {saved}, as the file {SAVE} asked")
+            for line in saver.news():
+                bar.line(line)
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             if stop:
                 break
+    for line in saver.news():
+        bar.line(line)
     bar.close()
 
     # What came out
@@ -238,14 +237,15 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         "tokens": progress.tokens,
         "tokens_per_second": (progress.tokens - first_tokens) / (time.monotonic() - started),
         "ledger": progress.ledger,
-        "last_checkpoint": saved,
+        "last_checkpoint": saver.newest,
+        "seconds_held_by_saving": saver.seconds_held,
         "best_checkpoint": retention.best_checkpoint(output_dir),
         "resumed_from": resumed_from,
         "eval_files": data.facts.eval_files,
         "peak_memory_gb": runtime.gather_objects(accelerator, runtime.peak_memory_gb(accelerator.device)),
     }
     if stop:
-        say(f"stopped by {stop} after step {progress.step}, saved {saved}; the same command goes on from there")
+        say(f"stopped by {stop} after step {progress.step}, saved {saver.newest}; the same command goes on from there")
         if is_main:
             write_summary(output_dir, status="preempted", exit_code=EXIT_PREEMPTED, reason=stop, **facts)
         tracking.finish()

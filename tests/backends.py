@@ -134,7 +134,7 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
 def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None = None) -> Curve:
     """Train one scenario in this process group; called by every process of it."""
     from acc_lm import runtime
-    from acc_lm.checkpoint import load_checkpoint, save_checkpoint
+    from acc_lm.checkpoint import load_checkpoint
     from acc_lm.config import TokenizerConfig
     from acc_lm.data import build_loader
     from acc_lm.evaluation import evaluate_rows
@@ -143,6 +143,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     from acc_lm.order import MicroBatches, RowOrder
     from acc_lm.progress import Progress
     from acc_lm.retention import open_checkpoint
+    from acc_lm.saving import save_checkpoint
     from acc_lm.schedule import build_schedule
     from acc_lm.step import in_steps, train_step
     from acc_lm.tokenizer import make_tokenizer
@@ -198,7 +199,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
         if step in (scenario.steps // 2, scenario.steps):
             metrics[step]["eval/loss"] = evaluate_rows(accelerator, model, held_out, 3).loss
         if scenario.save and step == scenario.steps // 2:
-            save_checkpoint(accelerator, scenario.save, model, optimizer, progress, config, "rows", None, None)
+            save_checkpoint(accelerator, scenario.save, model, optimizer, progress, config, "rows")
     end = digest(accelerator, model, optimizer)
     extra = probe(accelerator, model, optimizer, config) if probe else {}
     _forget(accelerator)

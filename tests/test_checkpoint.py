@@ -137,6 +137,7 @@ def test_every_engine_saves_bit_for_bit_what_it_loaded(
         from acc_lm.optimizer import build_optimizer
         from acc_lm.recipe import load_config
         from acc_lm.retention import open_checkpoint
+        from acc_lm.saving import save_checkpoint
         from acc_lm.tokenizer import make_tokenizer
 
         recipe = load_config(run / "config.yaml", ["training.micro_batch_size=1"])
@@ -150,9 +151,7 @@ def test_every_engine_saves_bit_for_bit_what_it_loaded(
         )
         model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, recipe.optimizer))
         progress = checkpoint.load_checkpoint(accelerator, found, model, optimizer)
-        saved = checkpoint.save_checkpoint(
-            accelerator, tmp_path / "again", model, optimizer, progress, recipe, "", None, None
-        )
+        saved = save_checkpoint(accelerator, tmp_path / "again", model, optimizer, progress, recipe, "")
         assert open_checkpoint(saved).state["num_updates"] == found.state["num_updates"] == 6
 
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)

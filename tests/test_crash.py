@@ -31,20 +31,20 @@ def arguments_of(recipe: Path) -> list[str]:
 
 
 def test_every_stage_of_the_code_is_tried() -> None:
-    from acc_lm import checkpoint, retention
+    from acc_lm import retention, saving
 
-    text = Path(str(checkpoint.__file__)).read_text() + Path(str(retention.__file__)).read_text()
+    text = Path(str(saving.__file__)).read_text() + Path(str(retention.__file__)).read_text()
     assert text.count("crash_point(") == len(POINTS)
     assert all(f'crash_point("{point}")' in text for point in POINTS)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(("num_processes", "behind"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_crash_at_a_stage_of_saving_loses_nothing(
-    point: str, num_processes: int, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
+    point: str, num_processes: int, behind: bool, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}"]
+    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"checkpoint.asynchronous={str(behind).lower()}"]
     crashed = start_training(arguments, num_processes, {"ACC_LM_CRASH_AT": f"{point}@{POINTS[point]}"}).wait(60)
     assert -signal.SIGKILL in crashed.codes, crashed.outputs
     assert not (run / "final").exists()

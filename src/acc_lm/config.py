@@ -234,6 +234,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept; at least 2, for the newest may be damaged; null: all."""
     keep_best: Count = 1
     """Checkpoints kept for the lowest evaluation loss."""
+    asynchronous: bool = False
+    """Write behind the training, which waits only while its state is copied; needs memory of the host for that copy."""
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of `output_dir`; never: refuse a folder that has some; or a path to start from."""
     allow_changed_recipe: bool = False

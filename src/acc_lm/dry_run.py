@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from acc_lm.checkpoint import load_checkpoint, save_checkpoint, weights_digest
+from acc_lm.checkpoint import load_checkpoint, weights_digest
 from acc_lm.config import Config
 from acc_lm.data import build_loader
 from acc_lm.errors import CheckpointError
@@ -21,6 +21,7 @@ from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.progress import Progress
 from acc_lm.retention import open_checkpoint
 from acc_lm.runtime import Gradients, on_main, split_global_batch
+from acc_lm.saving import save_checkpoint
 from acc_lm.step import Skipped, in_steps, train_step
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def try_everything(
 
     def save() -> str:
         saved["digest"] = weights_digest(accelerator, model, optimizer)
-        saved["folder"] = save_checkpoint(accelerator, work, model, optimizer, progress, config, data.key, None, None)
+        saved["folder"] = save_checkpoint(accelerator, work, model, optimizer, progress, config, data.key)
         size = on_main(accelerator, lambda: sum(file.stat().st_size for file in saved["folder"].iterdir()))
         return f"{size / 1e6:.1f} MB in {accelerator.num_processes} parts"
 

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVE = "SAVE"
 """The answer of `StopRequest.agreed` that asks for a checkpoint and not for an end."""
+FAILED_SAVE = "a checkpoint that could not be written"
 # What processes agree on is the highest number that one of them has: signals have those of the system, below 65.
 NUMBERS = {
     SAVE: 1,
     **{number.name: int(number) for number in SIGNALS},
     "the file STOP": 101,
     "training.max_minutes": 102,
+    FAILED_SAVE: 103,
 }
 NAMES = {number: name for name, number in NUMBERS.items()}
 FILE_SECONDS = 0.5
@@ -128,6 +130,10 @@ class StopRequest:
         """`agreed`, as an exception where it is a stop, for what may be left in the middle. Called by all, acts in the loop."""
         if self._in_loop and (reason := self.agreed()) not in (None, SAVE):
             raise Preempted(f"stopped by {reason}")
+
+    def ask(self, reason: str) -> None:
+        """Ask for a stop from inside this process, from any of its threads."""
+        self._reason = self._reason or reason
 
     def done(self) -> None:
         """After a checkpoint was saved: a file that was seen and asked for it is answered, one that came since is not."""

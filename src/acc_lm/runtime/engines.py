@@ -24,10 +24,12 @@ T = TypeVar("T")
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """What the main process gets from `function`, or the user's error that it raises there, on every process."""
-    from accelerate.utils import broadcast_object_list
+def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = None) -> T:
+    """What the main process gets from `function`, or the user's error that it raises there, on every process.
 
+    Args:
+        group: all processes, in a group of their own; None: the one that training uses.
+    """
     answer: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
@@ -35,19 +37,19 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
         except UserError as error:
             answer[1] = error
     if accelerator.num_processes > 1:
-        broadcast_object_list(answer)
+        dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise answer[1]
     result: T = answer[0]
     return result
 
 
-def gather_objects(accelerator: Accelerator, mine: T) -> list[T]:
-    """What every process has, in their order, on all of them."""
+def gather_objects(accelerator: Accelerator, mine: T, group: Any = None) -> list[T]:
+    """What every process has, in their order, on all of them; `group` as for `on_main`."""
     if accelerator.num_processes == 1:
         return [mine]
     everyone: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 

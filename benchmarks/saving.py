@@ -1,0 +1,141 @@
+"""What a checkpoint costs: its speed beside a raw write, and what a save behind the training takes from it.
+
+    python benchmarks/saving.py [docs/reliability.md]
+
+The contenders take turns; the median of the rounds counts. Goals: a save at 0.85 of the speed of a raw write of the same bytes
+that is flushed to the disk, and behind the training at most 3 % of the steps' time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+ROUNDS, WINDOWS, STEPS = 7, 7, 12
+RECIPE = """
+model: {config: {model_type: gpt2, n_embd: 384, n_layer: 8, n_head: 6, n_positions: 256, vocab_size: 16384}}
+tokenizer: {kind: byte}
+data: {source: synthetic, sequence_length: 256}
+training: {max_steps: 1000, global_batch_size: 4, micro_batch_size: 4}
+"""
+
+
+def main() -> None:
+    import torch
+
+    from acc_lm.cli.parity import machine_line, replace_block
+    from acc_lm.model import build_model
+    from acc_lm.optimizer import build_optimizer
+    from acc_lm.order import RowOrder
+    from acc_lm.progress import Progress
+    from acc_lm.recipe import load_config
+    from acc_lm.retention import Found
+    from acc_lm.runtime import Gradients, build_accelerator, prepare, quiet_libraries
+    from acc_lm.saving import Saver
+    from acc_lm.step import train_step
+    from acc_lm.tokenizer import make_tokenizer
+
+    folder = Path(tempfile.mkdtemp(prefix="acc-lm-saving-"))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    quiet_libraries()
+
+    def config_of(*overrides: str) -> Any:
+        return load_config(folder / "recipe.yaml", [f"output_dir={folder / 'run'}", *overrides])
+
+    config = config_of()
+    accelerator = build_accelerator(config)
+    model = build_model(config.model, make_tokenizer(config.tokenizer, []), 256, 0)[0]
+    model, optimizer = prepare(accelerator, model, build_optimizer(model, config.optimizer))
+    gradients = Gradients(accelerator, model)
+    order = RowOrder(0, 64, 4)
+    batch = {"input_ids": torch.randint(0, 256, (4, 257))}
+    batch = {"input_ids": batch["input_ids"][:, :-1], "targets": batch["input_ids"][:, 1:].contiguous()}
+    progress = Progress()
+
+    def step() -> None:
+        nonlocal progress
+        number = progress.step + 1
+        train_step(accelerator, model, optimizer, [batch], step=number, seed=0, num_targets=1024, max_grad_norm=1.0,
+                   gradients=gradients)  # fmt: skip
+        progress = progress.advance(order.rows_at(number), 1024)
+
+    step()
+    front = Saver(accelerator, folder / "front", config_of("checkpoint.keep_last=2"), "", Found(None))
+    behind = Saver(accelerator, folder / "behind", config_of("checkpoint.asynchronous=true"), "", Found(None))
+    tensors = [state for p in model.parameters() for state in (p.detach(), *(
+        optimizer.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")))]  # fmt: skip
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def raw() -> None:
+        with (folder / "raw").open("wb", buffering=0) as file:
+            for tensor in tensors:
+                file.write(tensor.contiguous().view(-1).numpy().data)
+            os.fsync(file.fileno())
+
+    def timed(work: Callable[[], None]) -> float:
+        (folder / "raw").unlink(missing_ok=True)
+        os.sync()
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    def save() -> None:
+        front.save(model, optimizer, progress, None)
+
+    times: dict[str, list[float]] = {"raw": [], "save": [], "load": []}
+    for _ in range(ROUNDS):
+        step()  # another folder each time
+        times["raw"].append(timed(raw))
+        times["save"].append(timed(save))
+    speed = {name: size / 2**20 / statistics.median(values) for name, values in times.items() if values}
+    ratio = statistics.median(r / s for r, s in zip(times["raw"], times["save"], strict=True))
+
+    def window(saver: Saver | None) -> float:
+        os.sync()
+        began = time.perf_counter()
+        for number in range(STEPS):
+            step()
+            if number == 0 and saver is not None:
+                saver.save(model, optimizer, progress, None)
+        seconds = time.perf_counter() - began
+        if saver is not None:
+            saver.wait()
+        return seconds
+
+    contenders: dict[str, Saver | None] = {"no save": None, "in front": front, "behind": behind}
+    for saver in contenders.values():
+        window(saver)
+    took: dict[str, list[float]] = {name: [] for name in contenders}
+    held = front.seconds_held, behind.seconds_held
+    for _ in range(WINDOWS):
+        for name, saver in contenders.items():
+            took[name].append(window(saver))
+    plain = statistics.median(took["no save"])
+    lines = [
+        "`python benchmarks/saving.py docs/reliability.md`:", "", machine_line(), "",
+        f"A checkpoint of {size / 2**20:.0f} MiB (weights and moments), one process, one thread; medians of {ROUNDS} rounds.", "",
+        "| | MiB/s | of a raw write |", "|---|---|---|",
+        f"| raw write and fsync of the same bytes | {speed['raw']:.0f} | 1 |",
+        f"| checkpoint: write, fsync, checksum, manifest, rename | {speed['save']:.0f} | {ratio:.2f} |", "",
+        f"{STEPS} steps with one save among them, {WINDOWS} windows of each, taking turns:", "",
+        "| save | seconds | above no save | the loop stands still for |", "|---|---|---|---|",
+        f"| none | {plain:.2f} | | |",
+    ]  # fmt: skip
+    for (name, values), stood in zip(list(took.items())[1:], (front.seconds_held - held[0], behind.seconds_held - held[1]), strict=True):  # fmt: skip
+        share = statistics.median(v / p for v, p in zip(values, took["no save"], strict=True)) - 1
+        lines.append(f"| {name} | {statistics.median(values):.2f} | {share:+.1%} | {stood / WINDOWS:.3f} s |")
+    print("\n".join(lines))
+    if len(sys.argv) > 1:
+        replace_block(Path(sys.argv[1]), "saving", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

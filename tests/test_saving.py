@@ -1,0 +1,167 @@
+"""Saving behind the training: the same checkpoints, said only when they exist, one at a time, and errors that are not lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from backends import STRATEGY
+from processes import ROOT, launcher_environment, run_training, start_training
+from test_resume import assert_equal_runs
+from test_stop import wrap
+
+from acc_lm.retention import problem_with
+
+BEHIND = ["checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=null", "training.micro_batch_size=2"]  # fmt: skip
+STEPS = 6
+SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes"),
+    [("single", 1), ("ddp", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2)],
+)
+def test_saved_behind_the_training_is_what_is_saved_in_front_of_it(
+    config: str, num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
+    """Every checkpoint, bit for bit, though the training goes on while it is written; and then one is resumed."""
+    environment = {}
+    if config != "single":
+        environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
+    common = [*tiny, *BEHIND, "training.micro_batch_size=1"]
+    front, behind = tmp_path / "front", tmp_path / "behind"
+    run_training([*common, "checkpoint.asynchronous=false", f"output_dir={front}"], num_processes, environment)
+    finished = run_training([*common, f"output_dir={behind}"], num_processes, environment)
+    assert json.loads((behind / "environment.json").read_text())["strategy"] == STRATEGY[config][0]
+    for step in range(1, STEPS + 1):
+        assert_equal_runs(front, behind, step)
+    assert len(SAVED.findall(finished.output)) == STEPS
+    (behind / "checkpoints/step-00000006").rename(behind / "moved")
+    assert "resumed from" in run_training([*common, f"output_dir={behind}"], num_processes, environment).output
+    assert_equal_runs(front, behind, STEPS)
+
+
+def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
+    """The disk waits until two more steps are done: a save in front of the training would wait for ever."""
+    run = tmp_path / "run"
+
+    def function() -> int:
+        import train
+
+        from acc_lm import saving
+
+        flush = saving.flush
+
+        def slow(path: Path) -> None:
+            if "step-00000002" in str(path):
+                end = time.monotonic() + 20
+                while not [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"step": 4' in line]:
+                    assert time.monotonic() < end, "the training waits"
+                    time.sleep(0.01)
+            flush(path)
+
+        saving.flush = slow
+        return train.main([*tiny, "checkpoint.asynchronous=true", "checkpoint.every=2", "training.log_every=1",
+                           "checkpoint.keep_last=null", "training.eval_every=null", f"output_dir={run}"])  # fmt: skip
+
+    from processes import Launch
+
+    finished = Launch(function).wait()
+    assert finished.code == 0, finished.output
+    shown = [line for line in finished.output.splitlines() if re.match(r"(saved|step \d/)", line)]
+    first = next(i for i, line in enumerate(shown) if "step-00000002" in line)
+    assert any(line.startswith("step 4/") for line in shown[:first]), "said when it exists and not before"
+    names = [Path(name).name for name in SAVED.findall(finished.output)]
+    assert names == ["step-00000002", "step-00000004", "step-00000006"], "one after the other, each once"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_was_said_to_be_saved_is_there_after_a_kill(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
+    """Killed at the moment the line appears."""
+    run = tmp_path / "run"
+    arguments = [*tiny, *BEHIND, "training.max_steps=200", "training.eval_every=null", f"output_dir={run}"]
+    launch = start_training(arguments, num_processes)
+    end = time.monotonic() + 60
+    while len(SAVED.findall(launch.outputs()[0])) < 3:
+        assert time.monotonic() < end, launch.outputs()
+    for pid in launch.pids:
+        os.kill(pid, signal.SIGKILL)
+    said = SAVED.findall(launch.wait().output)[-1]
+    assert problem_with(Path(said)) is None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_save_that_fails_behind_the_training_ends_the_run_on_all_processes(
+    victim: int, tiny: list[str], tmp_path: Path
+) -> None:
+    """Long before the next checkpoint is due, with the error of the disk, on all of them."""
+    run = tmp_path / "run"
+
+    def function() -> int:
+        import train
+
+        def full() -> None:
+            raise OSError(28, "No space left on device")
+
+        if os.environ["RANK"] == str(victim):
+            wrap("acc_lm.saving._write_mine", full, 2)
+        return train.main([*tiny, *BEHIND, "checkpoint.every=4", "training.max_steps=4000", "training.eval_every=null",
+                           "checkpoint.keep_last=2", f"output_dir={run}"])  # fmt: skip
+
+    from processes import Launch
+
+    finished = Launch(function, 2).wait()
+    assert finished.codes == [8, 8], finished.outputs
+    (line,) = finished.errors
+    assert "must have room for a checkpoint, got: No space left on device" in line
+    assert [folder.name for folder in (run / "checkpoints").glob("*step-*")] == ["step-00000004"]
+    assert json.loads((run / "summary.json").read_text())["status"] == "storage_error"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) < 1000, "it did not train to the end"
+
+
+def test_a_stop_waits_for_the_checkpoint_that_it_asks_for(tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = [*tiny, *BEHIND, "training.max_steps=4000", "training.eval_every=null", "checkpoint.every=7", f"output_dir={run}"]  # fmt: skip
+    launch = start_training(arguments, 2)
+    end = time.monotonic() + 60
+    while not SAVED.findall(launch.outputs()[0]):
+        assert time.monotonic() < end, launch.outputs()
+        time.sleep(0.01)
+    os.kill(launch.pids[1], signal.SIGTERM)
+    finished = launch.wait()
+    assert finished.codes == [75, 75], finished.outputs
+    summary = json.loads((run / "summary.json").read_text())
+    assert (Path(summary["last_checkpoint"]) / "manifest.json").is_file()
+    assert Path(summary["last_checkpoint"]).name == f"step-{summary['step']:08d}"
+
+
+def test_slow_saves_are_told(tiny: list[str], tmp_path: Path) -> None:
+    """Against the launcher's patience, and against the time between two saves."""
+
+    def started(environment: dict[str, str]) -> str:
+        def function() -> int:
+            import train
+
+            from acc_lm import saving
+
+            saving.WORTH_SECONDS = 0.2
+            wrap("acc_lm.saving._write_mine", lambda: time.sleep(0.3), 1)
+            return train.main([*tiny, "checkpoint.every=2", f"output_dir={tmp_path / str(len(environment))}"])
+
+        from processes import Launch
+
+        finished = Launch(function, 1, environment).wait()
+        assert finished.code == 0, finished.output
+        return finished.output
+
+    hurried = started({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0.5"})
+    assert (
+        hurried.count("warning: a save takes 0 s, and the launcher ends its processes 0 s after a SIGTERM; set TORCH")
+        == 1
+    )
+    assert started({}).count("raise checkpoint.every, or set checkpoint.asynchronous=true") == 1
