@@ -43,6 +43,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     from acc_lm.checkpoint import load_checkpoint
     from acc_lm.console import Bar, closing_block, start_block
     from acc_lm.data import build_data, build_loader
+    from acc_lm.divergence import Watch
     from acc_lm.dry_run import try_everything
     from acc_lm.evaluation import EvaluationResult, evaluate_rows
     from acc_lm.export import export_model
@@ -53,7 +54,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     from acc_lm.recipe import dump_config
     from acc_lm.saving import Saver, check_disk_space
     from acc_lm.schedule import build_schedule
-    from acc_lm.step import Skipped, in_steps, train_step
+    from acc_lm.step import in_steps, train_step
     from acc_lm.summary import open_output_dir, write_json, write_summary
     from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
@@ -128,7 +129,10 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     )
     runtime.warm_up(accelerator, model, data.train[0])
     gradients = runtime.Gradients(accelerator, model)
-    skipped_steps = Skipped(training.max_nonfinite_steps, total=progress.step - runtime.count_updates(optimizer))
+    watch = Watch(
+        accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
+        found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
+    )  # fmt: skip
     saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
@@ -144,16 +148,6 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         tracking.log(progress.step, result.metrics())
         bar.show_evaluation(progress.step, result)
         return result
-
-    def read_loss() -> float:
-        loss, skipped = skipped_steps.read(accelerator, outcome, gradients, progress.step)
-        for number, names in skipped.items():
-            say(f"step {number} was skipped: the gradient of {names[0]} is not finite")
-            if is_main:
-                facts = {"step": number, "rows": order.rows_at(number).tolist(), "parameters": names}
-                write_json(output_dir / f"nonfinite_step_{number}.json", facts)
-        skipped_steps.check(loss, skipped)
-        return loss
 
     # A stop saves at once and leaves an evaluation that was due to the run that goes on.
     if (
@@ -178,6 +172,11 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
             )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
             bar.advance()
+            if watch.note(step, outcome):
+                saver.wait()
+                back = resuming.rewind(accelerator, output_dir, model, optimizer)
+                num_skipped = step - runtime.count_updates(optimizer)
+                watch.rewound(step, back.progress.step, num_skipped, back.state["recent_losses"])
             if is_due(step, config.distributed.check_parameters_every, 0):
                 runtime.check_replicas(accelerator, model, step)
             request = stop_request.agreed() if step < num_steps else None
@@ -185,7 +184,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
             result = None
 
             if is_due(step, training.log_every, num_steps) or step == 1:
-                loss = read_loss()
+                loss = watch.look(step)
                 now = time.monotonic()
                 metrics = {
                     "train/loss": loss,
@@ -195,7 +194,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                     "train/tokens": float(progress.tokens),
                     "train/tokens_per_second": (progress.tokens - logged_tokens) / (now - logged),
                     "train/memory_gb": runtime.peak_memory_gb(accelerator.device),
-                    "train/skipped_steps": float(skipped_steps.total),
+                    "train/skipped_steps": float(watch.num_skipped),
                 }
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 logged, logged_tokens = now, progress.tokens
@@ -216,10 +215,11 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                 or order.completes_epochs(step, config.checkpoint.every_epochs)
                 or (result and saver.is_among_best(result.loss))
             ):
-                read_loss()  # what has diverged is not saved
-                saver.save(model, optimizer, progress, result.loss if result else None, at_once=bool(request))
+                watch.look(step)  # what has diverged is not saved
+                eval_loss = result.loss if result else None
+                saver.save(model, optimizer, progress, eval_loss, watch.recent_losses, at_once=bool(request))
                 stop_request.done()
-            for line in saver.news():
+            for line in [*watch.news(), *saver.news()]:
                 bar.line(line)
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             if stop:

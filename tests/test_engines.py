@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ class Poison(torch.autograd.Function):
 def train_with_a_bad_gradient(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
     """One good step, one in which a single parameter gets a bad gradient on the last process, one after it."""
     from acc_lm.checkpoint import weights_digest
+    from acc_lm.divergence import Watch
+    from acc_lm.order import RowOrder
     from acc_lm.runtime import Gradients, bare_model, count_updates, split_global_batch
-    from acc_lm.step import Skipped, train_step
+    from acc_lm.step import train_step
 
     is_due = [False]
     module = bare_model(model).get_submodule(POISONED.rpartition(".")[0])
@@ -56,7 +59,8 @@ def train_with_a_bad_gradient(accelerator: Any, model: Any, optimizer: Any, conf
         return hidden @ weight + module.bias
 
     module.forward = forward
-    gradients, skipped = Gradients(accelerator, model), Skipped(most_in_a_row=2)
+    gradients, folder = Gradients(accelerator, model), Path(tempfile.mkdtemp())
+    watch = Watch(accelerator, gradients, config.training, RowOrder(0, NUM_ROWS, GLOBAL_BATCH), folder)
     rows = RaggedRows(NUM_ROWS, 1)
     micro, accumulation = split_global_batch(config.training, accelerator.num_processes)
     seen: dict[str, Any] = {}
@@ -70,8 +74,9 @@ def train_with_a_bad_gradient(accelerator: Any, model: Any, optimizer: Any, conf
             step=step, seed=0, num_targets=GLOBAL_BATCH * LENGTH, max_grad_norm=1.0, gradients=gradients,
         )  # fmt: skip
         moved = before != weights_digest(accelerator, model, optimizer)
-        loss, bad = (float("nan"), {}) if step == 1 else skipped.read(accelerator, outcome, gradients, step)
-        seen[f"step {step}"] = (moved, count_updates(optimizer) - updates, loss, bad)
+        watch.note(step, outcome)
+        loss = float("nan") if step == 1 else watch.look(step)
+        seen[f"step {step}"] = (moved, count_updates(optimizer) - updates, loss, watch.news())
     return seen
 
 
@@ -86,11 +91,11 @@ def test_a_bad_gradient_on_one_process_skips_the_step_on_all_and_is_named(config
     assert seen["step 1"][:2] == (True, 1)
     moved, updates, loss, bad = seen["step 2"]
     assert (moved, updates) == (False, 1)
-    assert bad == {2: [POISONED]}
+    assert bad == [f"step 2 was skipped: the gradient of {POISONED} is not finite"]
     assert 0 < loss < 10
     assert seen["step 3"][:2] == (True, 2)
     assert 0 < seen["step 3"][2] < 10
-    assert seen["step 3"][3] == {}
+    assert seen["step 3"][3] == []
 
 
 def test_the_gradient_norm_is_exact_and_clips_as_torch_does() -> None:

@@ -52,7 +52,6 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp
 
     def function() -> int:
         import train
-
         from acc_lm import saving
 
         flush = saving.flush
@@ -146,7 +145,6 @@ def test_slow_saves_are_told(tiny: list[str], tmp_path: Path) -> None:
     def started(environment: dict[str, str]) -> str:
         def function() -> int:
             import train
-
             from acc_lm import saving
 
             saving.WORTH_SECONDS = 0.2

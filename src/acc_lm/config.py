@@ -151,6 +151,10 @@ class TrainingConfig(Section):
     """Evaluate on this many batches of `global_batch_size` rows; null: on all held-out rows."""
     max_nonfinite_steps: PositiveInt = 3
     """The run ends at this many steps in a row whose gradient is not finite; such a step changes no weight."""
+    on_spike: Literal["ignore", "warn", "rewind", "stop"] = "warn"
+    """When the loss jumps. rewind: back to the weights of the last checkpoint, on with the data after the jump; it and stop look at every step."""
+    spike_threshold: PositiveFloat = 10.0
+    """A jump: above the median loss of the 64 steps before by this many of their (robust) standard deviations, and by a tenth."""
     max_minutes: PositiveFloat | None = None
     """Save and stop after this time, in minutes since the start; the same command goes on."""
 

@@ -14,6 +14,7 @@ from torch import nn
 from acc_lm.checkpoint import load_checkpoint, weights_digest
 from acc_lm.config import Config
 from acc_lm.data import build_loader
+from acc_lm.divergence import Watch
 from acc_lm.errors import CheckpointError
 from acc_lm.evaluation import evaluate_rows
 from acc_lm.optimizer import set_learning_rate
@@ -22,7 +23,7 @@ from acc_lm.progress import Progress
 from acc_lm.retention import open_checkpoint
 from acc_lm.runtime import Gradients, on_main, split_global_batch
 from acc_lm.saving import save_checkpoint
-from acc_lm.step import Skipped, in_steps, train_step
+from acc_lm.step import in_steps, train_step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,6 +59,8 @@ def try_everything(
     )
     steps = in_steps(build_loader(data.train, places, 0, pin_memory=accelerator.device.type == "cuda"), accumulation)
     gradients = Gradients(accelerator, model)
+    watch = Watch(accelerator, gradients, config.training.model_copy(update={"max_nonfinite_steps": 1}), order, work)
+    on_main(accelerator, lambda: work.mkdir(parents=True, exist_ok=True))
     saved: dict[str, Any] = {}
 
     def timed(what: str, work: Callable[[], str]) -> None:
@@ -82,10 +85,8 @@ def try_everything(
             gradients=gradients,
         )
         progress = progress.advance(rows, outcome.num_targets)
-        skipped = Skipped(most_in_a_row=1)
-        loss, bad = skipped.read(accelerator, outcome, gradients, number)
-        skipped.check(loss, bad)
-        return f"loss {loss:.4f}, gradient norm {float(outcome.grad_norm):.4f}"
+        watch.note(number, outcome)
+        return f"loss {watch.look(number):.4f}, gradient norm {float(outcome.grad_norm):.4f}"
 
     def evaluate() -> str:
         num_rows = config.training.global_batch_size

@@ -1,12 +1,22 @@
-"""Whether a run may go on from a checkpoint: the same recipe, the same text."""
+"""Going on from a checkpoint: whether a run may (the same recipe, the same text), and back to one in its middle."""
 
 from __future__ import annotations
 
-import torch
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from acc_lm.checkpoint import load_checkpoint
 from acc_lm.config import Config, learned_changes
-from acc_lm.errors import CheckpointError
-from acc_lm.retention import Checkpoint
+from acc_lm.errors import CheckpointError, DivergedError
+from acc_lm.retention import Checkpoint, find_checkpoint
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, num_processes: int) -> list[str]:
@@ -15,7 +25,7 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
     Raises:
         CheckpointError: one line for each changed key, and the ways out.
     """
-    old, new = checkpoint.state["recipe"], config.model_dump(mode="json")
+    old, new = _with_defaults(checkpoint.state["recipe"]), config.model_dump(mode="json")
     changes = learned_changes(old, new)
     if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
         changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
@@ -61,6 +71,29 @@ def check_same_text(checkpoint: Checkpoint, config: Config, data_key: str) -> No
         )
 
 
+def _with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Keys that came after this recipe was saved have the values that mean what was done before them."""
+    try:
+        return Config.model_validate_json(json.dumps(recipe)).model_dump(mode="json")
+    except ValidationError:
+        return recipe
+
+
 def _next_name(output_dir: str) -> str:
     stem, dash, number = output_dir.rpartition("-")
     return f"{stem}-{int(number) + 1}" if dash and number.isdigit() else f"{output_dir}-2"
+
+
+def rewind(accelerator: Accelerator, output_dir: Path, model: nn.Module, optimizer: Any) -> Checkpoint:
+    """Put the weights and moments of the newest whole checkpoint back; returns it. Every process calls.
+
+    Raises:
+        DivergedError: there is none yet.
+    """
+    checkpoint = find_checkpoint(accelerator, output_dir, "auto").checkpoint
+    if checkpoint is None:
+        raise DivergedError(
+            "the loss must not jump before the first checkpoint, got a jump and nothing to rewind to; lower checkpoint.every"
+        )
+    load_checkpoint(accelerator, checkpoint, model, optimizer)
+    return checkpoint

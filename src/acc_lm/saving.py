@@ -14,7 +14,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -108,12 +108,20 @@ class Saver:
             self._thread.join(LAST_SECONDS)
 
     def save(
-        self, model: nn.Module, optimizer: Any, progress: Progress, eval_loss: float | None, *, at_once: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        progress: Progress,
+        eval_loss: float | None = None,
+        recent_losses: Sequence[float] = (),
+        *,
+        at_once: bool = False,
     ) -> None:
         """Save the state of the run; returns when it is copied, or with `at_once` when the checkpoint exists.
 
         Args:
             eval_loss: of these weights, when they have just been evaluated; decides `best`.
+            recent_losses: kept for `divergence.Watch`.
 
         Raises:
             StorageError: this checkpoint or the one before could not be written; older ones are untouched.
@@ -121,9 +129,13 @@ class Saver:
         self.wait()
         began = time.monotonic()
         behind = self._config.checkpoint.asynchronous and not at_once
-        state = _state_of(
-            self._accelerator, model, optimizer, progress, self._config, self._data_key, eval_loss, self._started_from
-        )
+        state = {
+            **_state_of(self._accelerator, model, optimizer, progress, self._config),
+            "data_key": self._data_key,
+            "started_from": self._started_from,
+            "eval_loss": eval_loss,
+            "recent_losses": list(recent_losses),
+        }
         snapshot = _take_snapshot(self._accelerator, model, optimizer, state, self._copies if behind else None)
         if behind:
             self._thread = threading.Thread(target=self._write_behind, args=(snapshot, began), daemon=True, name="save")
@@ -217,7 +229,7 @@ def save_checkpoint(
         StorageError: the disk is full or cannot be written.
     """
     saver = Saver(accelerator, output_dir, config, data_key, Found(None))
-    saver.save(model, optimizer, progress, None, at_once=True)
+    saver.save(model, optimizer, progress, at_once=True)
     assert saver.newest is not None
     return saver.newest
 
@@ -228,18 +240,12 @@ def _state_of(
     optimizer: Any,
     progress: Progress,
     config: Config,
-    data_key: str,
-    eval_loss: float | None,
-    started_from: str | None,
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "progress": asdict(progress),
         "num_updates": count_updates(optimizer),
-        "eval_loss": eval_loss,
         "recipe": config.model_dump(mode="json"),
-        "data_key": data_key,
-        "started_from": started_from,
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "threads": torch.get_num_threads(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.data import Batch
-from acc_lm.errors import DivergedError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -70,53 +68,6 @@ def train_step(
                 optimizer.step()
                 optimizer.zero_grad()
     return StepResult(nll, grad_norm, num_targets)
-
-
-@dataclass
-class Skipped:
-    """Steps whose gradient was not finite: every process left them out alike, and the weights are as they were before."""
-
-    most_in_a_row: int
-    total: int = 0
-    _in_a_row: int = 0
-
-    def read(
-        self, accelerator: Accelerator, result: StepResult, gradients: Gradients, step: int
-    ) -> tuple[float, dict[int, list[str]]]:
-        """(loss of the global batch in nats per target, {skipped step since the last call: parameters it was first seen in}).
-
-        Waits for the device. Every process calls, after `step`.
-        """
-        loss: float = accelerator.reduce(result.nll, reduction="sum").item() / max(result.num_targets, 1)
-        by_step = gradients.not_finite()
-        if accelerator.mixed_precision == "fp16":  # its scale of the loss is found by gradients that are not finite
-            return loss, {}
-        skipped = {}
-        for number, names in enumerate(by_step, start=step + 1 - len(by_step)):
-            self._in_a_row = self._in_a_row + 1 if names else 0
-            if names:
-                self.total += 1
-                skipped[number] = names
-            if self._in_a_row >= self.most_in_a_row:
-                break
-        return loss, skipped
-
-    def check(self, loss: float, skipped: dict[int, list[str]]) -> None:
-        """What `read` returned, as an error if the run is beyond help. Every process calls.
-
-        Raises:
-            DivergedError: too many steps in a row were skipped, or a loss is not finite though its gradient is.
-        """
-        advice = "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before"
-        if self._in_a_row >= self.most_in_a_row:
-            last = max(skipped)
-            names = skipped[last]
-            raise DivergedError(
-                f"the gradient must be finite, got {self._in_a_row} of {self.most_in_a_row} tolerated steps in a row where it was not, in step "
-                f"{last} first in that of {names[0]} ({len(names)} parameters in all); no weight was changed by them; {advice}"
-            )
-        if not math.isfinite(loss) and self._in_a_row == 0:
-            raise DivergedError(f"the loss must stay finite, got {loss} under a finite gradient; {advice}")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

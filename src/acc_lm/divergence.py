@@ -1,0 +1,162 @@
+"""Numbers gone wrong: steps that are left out because their gradient is not finite, and losses that jump."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from acc_lm.config import TrainingConfig
+from acc_lm.errors import DivergedError
+from acc_lm.order import RowOrder
+from acc_lm.step import StepResult
+from acc_lm.summary import write_json
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from acc_lm.runtime import Gradients
+
+WINDOW, ENOUGH = 64, 16
+"""Losses that a new one is compared with, at most and at least."""
+LEAST_JUMP = 0.1
+"""A loss that is above the median by less than this share of it is no spike, however quiet the run is."""
+MOST_REWINDS = 3
+ADVICE = "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before"
+
+
+class Watch:
+    """Looks at the losses and gradients of all steps since it last did; only a look waits for the device.
+
+    Args:
+        num_skipped: steps that the run has left out so far.
+        recent_losses: what `recent_losses` was when the checkpoint was saved.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        gradients: Gradients,
+        config: TrainingConfig,
+        order: RowOrder,
+        output_dir: Path,
+        num_skipped: int = 0,
+        recent_losses: Iterable[float] = (),
+    ) -> None:
+        self.num_skipped = num_skipped
+        """Steps that changed nothing: skipped, or rewound."""
+        self._accelerator, self._gradients, self._config = accelerator, gradients, config
+        self._order, self._output_dir = order, output_dir
+        self._unread: list[tuple[Tensor, int]] = []
+        """(this process's summed loss, targets of the global batch) of each step."""
+        self._skipped_in_a_row = 0
+        self._recent = deque(recent_losses, maxlen=WINDOW)
+        self._loss = math.nan
+        self._in_spike = False
+        self._rewinds = (0, 0)
+        """(the step that was rewound to, how often in a row)."""
+        self._lines: list[str] = []
+
+    @property
+    def recent_losses(self) -> list[float]:
+        """What the next loss is compared with; a checkpoint keeps it, so that a resumed run sees the same spikes."""
+        return list(self._recent)
+
+    def news(self) -> list[str]:
+        """A line for everything unusual since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def note(self, step: int, outcome: StepResult) -> bool:
+        """Take a step in; True when its loss jumped and the run is to rewind. Every process calls.
+
+        Raises:
+            DivergedError: it jumped and the recipe says stop.
+        """
+        self._unread.append((outcome.nll, outcome.num_targets))
+        if self._config.on_spike in ("ignore", "warn"):
+            return False
+        self.look(step)
+        if self._in_spike and self._config.on_spike == "stop":
+            raise DivergedError(
+                f"the loss must not jump, got {self._loss:.4f} at step {step} (training.on_spike is stop); {ADVICE}"
+            )
+        return self._in_spike
+
+    def look(self, step: int) -> float:
+        """The loss of the global batch of `step`, the last one noted. Waits for the device; every process calls.
+
+        Raises:
+            DivergedError: too many steps in a row were skipped, or a loss is not finite though its gradient is.
+        """
+        if not self._unread:
+            return self._loss
+        sums = self._accelerator.reduce(torch.stack([nll for nll, _ in self._unread]), reduction="sum").tolist()
+        losses = [nll / max(num_targets, 1) for nll, (_, num_targets) in zip(sums, self._unread, strict=True)]
+        self._unread = []
+        by_step = self._gradients.not_finite()
+        if (
+            self._accelerator.mixed_precision == "fp16"
+        ):  # its scale of the loss is found by gradients that are not finite
+            by_step = [[] for _ in losses]
+        for number, loss, names in zip(range(step + 1 - len(losses), step + 1), losses, by_step, strict=True):
+            self._loss = loss
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if names else 0
+            if names:
+                self._skip(number, names)
+            elif math.isfinite(loss):
+                self._compare(number, loss)
+            else:
+                raise DivergedError(f"the loss must stay finite, got {loss} under a finite gradient; {ADVICE}")
+        return self._loss
+
+    def _skip(self, step: int, names: list[str]) -> None:
+        self.num_skipped += 1
+        self._lines.append(f"step {step} was skipped: the gradient of {names[0]} is not finite")
+        self._dump(f"nonfinite_step_{step}.json", step, parameters=names)
+        if self._skipped_in_a_row >= self._config.max_nonfinite_steps:
+            raise DivergedError(
+                f"the gradient must be finite, got {self._skipped_in_a_row} of {self._config.max_nonfinite_steps} tolerated steps in a "
+                f"row where it was not, in step {step} first in that of {names[0]} ({len(names)} parameters in all); "
+                f"no weight was changed by them; {ADVICE}"
+            )
+
+    def _compare(self, step: int, loss: float) -> None:
+        was_in_spike, self._in_spike = self._in_spike, False
+        if self._config.on_spike != "ignore" and len(self._recent) >= ENOUGH:
+            median = statistics.median(self._recent)
+            spread = 1.4826 * statistics.median(abs(other - median) for other in self._recent)  # of a normal one
+            jump = loss - median
+            self._in_spike = jump > max(self._config.spike_threshold * spread, LEAST_JUMP * median)
+            if self._in_spike and not was_in_spike:
+                self._lines.append(
+                    f"warning: the loss jumped to {loss:.4f} at step {step}; the median of the {len(self._recent)} before is {median:.4f}"
+                )
+                self._dump(f"spike_step_{step}.json", step, loss=loss, median_before=median)
+        self._recent.append(loss)
+
+    def rewound(self, step: int, to: int, num_skipped: int, recent_losses: Iterable[float]) -> None:
+        """The weights are those of step `to` again, the position in the data that of `step`. Every process calls.
+
+        Raises:
+            DivergedError: that has not helped several times.
+        """
+        self._rewinds = (to, self._rewinds[1] + 1 if self._rewinds[0] == to else 1)
+        self.num_skipped, self._in_spike = num_skipped, False
+        self._recent = deque(recent_losses, maxlen=WINDOW)
+        self._lines.append(f"rewound to the weights of step {to}; what steps {to + 1} to {step} did is undone")
+        if self._rewinds[1] > MOST_REWINDS:
+            raise DivergedError(
+                f"the loss must stay near what it was, got a jump after each of {MOST_REWINDS} rewinds to step {to}; {ADVICE}"
+            )
+
+    def _dump(self, name: str, step: int, **facts: object) -> None:
+        if self._accelerator.is_main_process:
+            rows = self._order.rows_at(step).tolist()
+            write_json(self._output_dir / name, {"step": step, "rows": rows, **facts})
