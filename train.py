@@ -112,7 +112,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         write_json(output_dir / "environment.json", runtime.environment(identity))
     tracking = Tracking(accelerator)
     if not dry_run:
-        tracking.start(config, output_dir)
+        tracking.start(config, output_dir, num_steps)
     say(start_block(config, identity, model_facts, data, num_steps, tracking.description), *notes, sep="\n")
     if dry_run:
         try_everything(accelerator, model, optimizer, data, order, config)

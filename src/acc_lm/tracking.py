@@ -1,65 +1,137 @@
-"""Weights & Biases and TensorBoard through Accelerate's trackers, as observers: whatever they do, the run goes on."""
+"""Weights & Biases and TensorBoard through Accelerate's trackers, as observers: whatever they do, the run goes on.
+
+`metrics.jsonl` is the record, trackers show it. A run that goes on first hands them the lines that are in it, so that no kill,
+no lost network and no checkpoint passed over leaves a gap, a step twice or a step backward there:
+
+- W&B online knows the last step that it has, and is given those after it.
+- W&B offline cannot resume, and what a killed process wrote last may be missing. So every start writes one folder with
+  all steps that were not uploaded yet; it takes the place of the one before. There is never more than one to sync.
+- TensorBoard is told to forget all earlier files.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
+import queue
+import shlex
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from acc_lm.config import Config, flatten
+from acc_lm import history
+from acc_lm.config import Config, flatten, learned_changes
+from acc_lm.progress import is_due
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Row = tuple[int, dict[str, float]]
+
 NETWORK_SECONDS = 3.0
 INIT_SECONDS = 10.0
+START_SECONDS = 12.0
+"""The first step waits this long for trackers that are slow to start; they go on starting beside it."""
+FINISH_SECONDS = 30.0
+"""The end of the run waits this long for what trackers still have to write or to upload."""
 
 
 class Tracking:
-    """Metrics to the chosen trackers; after a tracker's first failure one warning, and training is all that is left."""
+    """Metrics to the chosen trackers, from a thread of its own: one that is slow, hangs or raises costs one warning."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._failed = False
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._chain: WandbChain | None = None
         self.description = "none"
 
-    def start(self, config: Config, output_dir: Path) -> None:
+    def start(self, config: Config, output_dir: Path, num_steps: int) -> None:
         """Start the trackers of the recipe; called by every process, acts on the main one."""
-        report_to = config.tracking.report_to
-        accelerator = self._accelerator
-        if not accelerator.is_main_process or not report_to:
+        if not self._accelerator.is_main_process or not config.tracking.report_to:
             return
+        known: dict[int, dict[str, float]] = {}
+        for entry in history.read(output_dir):
+            known.setdefault(entry.pop("step"), {}).update(entry)
+        for row in known.items():
+            self._rows.put(row)
+        self._thread = threading.Thread(
+            target=self._work, args=(config, output_dir, num_steps, max(known, default=0)), daemon=True
+        )
+        self._thread.start()
+        if not self._ready.wait(START_SECONDS):
+            self.description = "still starting, beside the training"
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._thread and self._thread.is_alive():
+            self._rows.put((step, metrics))
+
+    def finish(self) -> None:
+        """End the trackers; before the process group, which may be gone already."""
+        if not self._thread:
+            return
+        self._rows.put(None)
+        self._thread.join(FINISH_SECONDS)
+        self._accelerator.trackers = []  # or Accelerate ends them once more
+        if self._thread.is_alive():
+            _warn(f"tracking did not end within {FINISH_SECONDS:.0f} s and is left behind; metrics.jsonl is complete")
+        elif self._chain and self._chain.folder:
+            print(f"W&B was offline; once there is a network: wandb sync {shlex.quote(str(self._chain.folder))}")
+
+    def _work(self, config: Config, output_dir: Path, num_steps: int, last_step: int) -> None:
         try:
-            self._start(config, output_dir)
+            self._open(config, output_dir, last_step)
+            self._ready.set()
+            step, metrics = 0, dict[str, float]()
+            while (row := self._rows.get()) is not None:
+                if row[0] > step:
+                    self._send(step, metrics)
+                    metrics = {}
+                step = row[0]
+                metrics = metrics | row[1]
+                # A step is sent once and whole: W&B takes nothing more for it later, and an evaluation that a stop
+                # left out comes from the run that goes on.
+                if "eval/loss" in metrics or not is_due(step, config.training.eval_every, num_steps):
+                    self._send(step, metrics)
+                    metrics = {}
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
         except Exception as error:  # an observer must not stop a run, whatever it raises
             self._give_up(error)
+        finally:
+            self._ready.set()
 
-    def _start(self, config: Config, output_dir: Path) -> None:
+    def _open(self, config: Config, output_dir: Path, last_step: int) -> None:
         report_to, accelerator = config.tracking.report_to, self._accelerator
-        run_name = config.tracking.run_name or output_dir.resolve().name
-        init_kwargs: dict[str, Any] = {}
-        names = [str(name) for name in report_to if name != "wandb"]
+        recipe = config.model_dump(mode="json")
         # TensorBoard takes nothing but numbers and strings.
         values = {
             key: value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
-            for key, value in flatten(config.model_dump(mode="json")).items()
+            for key, value in flatten(recipe).items()
         }
-        project = config.tracking.project
-        if "wandb" in report_to:
+        project, names = config.tracking.project, [str(name) for name in report_to if name != "wandb"]
+        init_kwargs: dict[str, dict[str, Any]] = {"tensorboard": {"purge_step": 0}}
+        if "wandb" in map(str, accelerator.log_with):  # Accelerate has dropped what is not installed
             mode, why = wandb_mode()
-            init_kwargs["wandb"] = self._wandb_arguments(output_dir, run_name, mode)
+            if mode != "disabled":
+                self._chain = WandbChain(output_dir, recipe, last_step)
+            run_name = config.tracking.run_name or output_dir.resolve().name
+            init_kwargs["wandb"] = _wandb_arguments(output_dir, run_name, mode, self._chain)
             names.append(f"wandb {mode}" + (f" ({why})" if why else ""))
         try:
             accelerator.init_trackers(project, values, init_kwargs)
         except Exception as error:  # online, anything may fail; offline it must work
             if init_kwargs.get("wandb", {}).get("mode") != "online":
                 raise
+            _warn(f"W&B cannot be reached ({_first_words(error)}); it goes on offline")
             accelerator.trackers.clear()
+            import wandb
+
+            wandb.teardown()  # its process still holds the run's id
             init_kwargs["wandb"]["mode"] = "offline"
             accelerator.init_trackers(project, values, init_kwargs)
             names[-1] = f"wandb offline (online failed: {type(error).__name__})"
@@ -67,50 +139,89 @@ class Tracking:
         if missing:
             names = [name for name in names if name.split()[0] not in missing]
             _warn(f"{', '.join(sorted(missing))} is not installed; metrics.jsonl is complete without it")
-        self._define_step_axis()
+        for tracker in accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.define_metric("train/global_step")
+                tracker.tracker.define_metric("*", step_metric="train/global_step")
+                if self._chain:
+                    self._chain.opened(tracker.tracker)
         self.description = ", ".join(names) or "none"
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._failed or not self._accelerator.is_main_process:
-            return
-        try:
-            self._accelerator.log({"train/global_step": step, **metrics}, step=step)
-        except Exception as error:  # an observer must not stop a run, whatever it raises
-            self._give_up(error)
-
-    def finish(self) -> None:
-        """End the trackers; before the process group, which may be gone already."""
-        try:
-            for tracker in self._accelerator.trackers:
-                tracker.finish()
-        except Exception as error:  # an observer must not stop a run, whatever it raises
-            self._give_up(error)
-        self._accelerator.trackers.clear()
-
-    def _define_step_axis(self) -> None:
-        for tracker in self._accelerator.trackers:
-            if tracker.name == "wandb":
-                run = tracker.tracker
-                run.define_metric("train/global_step")
-                run.define_metric("*", step_metric="train/global_step")
-
-    def _wandb_arguments(self, output_dir: Path, run_name: str, mode: str) -> dict[str, Any]:
-        import wandb
-
-        return {
-            "id": _run_id(output_dir),
-            "resume": "allow",
-            "name": run_name,
-            "dir": str(output_dir),
-            "mode": mode,
-            "settings": wandb.Settings(init_timeout=INIT_SECONDS, silent=True, console="off"),
-        }
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        for tracker in self._accelerator.trackers if metrics else ():
+            if tracker.name != "wandb" or not self._chain or self._chain.takes(step):
+                tracker.log({"train/global_step": step, **metrics}, step=step)
 
     def _give_up(self, error: Exception) -> None:
-        self._failed = True
-        self.description = "none (failed)"
+        self.description, self._chain = "none (failed)", None
         self._accelerator.trackers.clear()
-        _warn(f"tracking stopped ({type(error).__name__}: {' '.join(str(error).split())[:150]}); metrics.jsonl goes on")
+        _warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl goes on")
+
+
+class WandbChain:
+    """One run of W&B over all starts of a training: its id, and which steps it has; kept in `wandb/chain.json`."""
+
+    def __init__(self, output_dir: Path, recipe: dict[str, Any], last_step: int) -> None:
+        self._file = output_dir / "wandb" / "chain.json"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "sent": 0, "uploaded": 0}
+        if self._file.is_file():
+            before = json.loads(self._file.read_text())
+            resume, resume_before = recipe["checkpoint"]["resume"], before["recipe"]["checkpoint"]["resume"]
+            is_same = not learned_changes(before["recipe"], recipe) and resume in ("auto", resume_before)
+            # W&B does not take a step back: when another course begins before the last step sent, it is another run there.
+            if is_same or before["sent"] <= last_step:
+                self._state = before
+        self._state["recipe"] = recipe
+        folders = self._file.parent.glob(f"offline-run-*-{self.id}*")
+        self._replaced = [folder for folder in folders if not list(folder.glob("*.wandb.synced"))]
+        if not self._replaced:  # the last start was online, or its folder was uploaded
+            self._state["uploaded"] = self._state["sent"]
+        self._first = self._state["uploaded"] + 1
+        self._save()
+        self.folder: Path | None = None
+        """The only one to sync; None while nothing is offline."""
+
+    @property
+    def id(self) -> str:
+        return str(self._state["id"])
+
+    def opened(self, run: Any) -> None:
+        """The run is there: learn which steps it still needs, and put aside the folder that it replaces."""
+        if run.offline:
+            self.folder = self._file.parent / Path(run.dir).parent.name
+        else:
+            self._first = run.starting_step
+        for folder in self._replaced:
+            folder.rename(folder.with_name(f"replaced-{folder.name}"))
+
+    def takes(self, step: int) -> bool:
+        """Whether W&B does not have this step yet; remembered before it is sent, so that it is never sent again."""
+        if step < self._first:
+            return False
+        self._state["sent"] = step
+        self._save()
+        return True
+
+    def _save(self) -> None:
+        temporary = self._file.with_name(".chain.json")
+        temporary.write_text(json.dumps(self._state))
+        os.replace(temporary, self._file)
+
+
+def _wandb_arguments(output_dir: Path, run_name: str, mode: str, chain: WandbChain | None) -> dict[str, Any]:
+    import wandb
+
+    return {
+        "id": chain and chain.id,
+        "resume": "allow",
+        "name": run_name,
+        "dir": str(output_dir),
+        "mode": mode,
+        "settings": wandb.Settings(
+            init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, silent=True, console="off"
+        ),
+    }
 
 
 def wandb_mode() -> tuple[str, str]:
@@ -118,16 +229,22 @@ def wandb_mode() -> tuple[str, str]:
     asked = os.environ.get("WANDB_MODE")
     if asked:
         return asked, "WANDB_MODE"
-    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    if not _has_wandb_key(server.hostname or ""):
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not _has_wandb_key(urlparse(server).hostname or ""):
         return "offline", "no key; `wandb login`, then `wandb sync`"
-    try:
-        with socket.create_connection(
-            (server.hostname, server.port or (443 if server.scheme == "https" else 80)), NETWORK_SECONDS
-        ):
-            return "online", ""
-    except OSError:
-        return "offline", "no network; `wandb sync` later"
+    import ssl
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    try:  # through the proxy of the environment; any answer will do, but one that only accepts a connection gives none
+        urlopen(server, timeout=NETWORK_SECONDS).close()
+    except HTTPError:
+        return "online", ""
+    except (OSError, HTTPException) as error:
+        if not isinstance(getattr(error, "reason", None), ssl.SSLError):
+            return "offline", "no network; `wandb sync` later"
+    return "online", ""
 
 
 def _has_wandb_key(host: str) -> bool:
@@ -141,13 +258,8 @@ def _has_wandb_key(host: str) -> bool:
         return False
 
 
-def _run_id(output_dir: Path) -> str:
-    """The id of this run in W&B: made once, kept beside the run, so that a resumed run is the same one there."""
-    file = output_dir / "wandb" / "run_id"
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex[:12])
-    return file.read_text().strip()
+def _first_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
 def _warn(text: str) -> None:
