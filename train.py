@@ -22,10 +22,8 @@ from acc_lm.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     Preempted,
-    StorageError,
     UserError,
     print_problems,
-    storage_reason,
 )
 from acc_lm.stop import SAVE, StopRequest, die_with_launcher
 from acc_lm.summary import write_failure
@@ -66,7 +64,6 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     peers = runtime.Peers(accelerator, config)
     is_main = accelerator.is_main_process
     say = partial(print, flush=True) if is_main else lambda *lines, **how: None
-    micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
 
     # Where the last run stopped, if there was one
     found = retention.Found(None)
@@ -95,6 +92,9 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     )
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
+    if training.find_micro_batch_size:
+        config, lines = runtime.fit_micro_batch(accelerator, model, optimizer, data.train, config)
+        training, notes = config.training, [*notes, *lines]
     check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
     progress, resumed_from = Progress(), None
@@ -120,6 +120,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         return 0
 
     # The loop
+    micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
     micro_batches = MicroBatches(
         order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
         num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=num_steps,
@@ -128,7 +129,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
     runtime.warm_up(accelerator, model, data.train[0])
-    gradients = runtime.Gradients(accelerator, model)
+    gradients, pace = runtime.Gradients(accelerator, model), runtime.Pace(accelerator, model)
     watch = Watch(
         accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
         found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
@@ -159,6 +160,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     result, stop = None, None
     started = logged = time.monotonic()
     logged_tokens = progress.tokens
+    pace.start_step()
     with stop_request.saving(accelerator), saver:
         for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
             step = progress.step + 1
@@ -202,6 +204,8 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
                     history.append(output_dir, step, metrics)
                 tracking.log(step, metrics)
                 bar.show(step, metrics)
+                if slow := pace.compare():
+                    bar.line(slow)
             pause = time.monotonic()
             peers.at(f"evaluating or saving after step {step}")
             if is_due(step, training.eval_every, num_steps) and not stop:
@@ -222,6 +226,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
             for line in [*watch.news(), *saver.news()]:
                 bar.line(line)
             logged += time.monotonic() - pause  # evaluating and saving are no training time
+            pace.start_step()
             if stop:
                 break
     for line in saver.news():
@@ -290,6 +295,8 @@ def main(arguments: list[str]) -> int:
         status, code, reason = "interrupted", EXIT_INTERRUPTED, "interrupted outside the loop; nothing new to save"
         print(reason, file=sys.stderr)
     except Exception as error:
+        from acc_lm.runtime import explain
+
         reason = f"{type(error).__name__}: {error}"
         explained = explain(error, config)
         if explained is None:
@@ -300,16 +307,6 @@ def main(arguments: list[str]) -> int:
         if reason:
             write_failure(config.output_dir if config and not dry_run else None, status, code, reason, speaks)
     return code
-
-
-def explain(error: Exception, config: Config | None) -> UserError | None:
-    """What broke beneath the code, if that is known: a disk, or another process of the run."""
-    if storage := storage_reason(error):
-        return StorageError(f"the disk must be writable, got: {storage} ({error}); free some space and start again")
-    from acc_lm import runtime
-
-    latest = Path(config.output_dir, "checkpoints", "latest") if config else Path("nowhere")
-    return runtime.explain(error, latest.resolve() if latest.exists() else None)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -148,3 +149,27 @@ def test_through_a_launcher_nobody_is_left(tiny: list[str], tmp_path: Path) -> N
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] in ("worker_lost", "preempted"), output
     assert "process 1" in output
+
+
+@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero2"])
+def test_a_process_that_holds_up_the_others_is_named_once(config: str, tiny: list[str], tmp_path: Path) -> None:
+    def sabotage(rank: int) -> None:
+        if rank != 1:
+            return
+        import acc_lm.step
+
+        original = acc_lm.step.train_step
+
+        def slow(*positional: Any, **keywords: Any) -> Any:
+            time.sleep(0.3)
+            return original(*positional, **keywords)
+
+        acc_lm.step.train_step = slow
+
+    finished = start([*tiny, "training.max_steps=8"], 2, sabotage, config).wait(60)
+    assert finished.codes == [0, 0], finished.outputs
+    (line,) = re.findall(
+        r"^warning: process 1 holds up the others by (\S+) of (\S+) s in each step", finished.output, re.M
+    )
+    assert 0.25 < float(line[0]) <= float(line[1])
+    assert "holds up" not in start([*tiny, "training.max_steps=8", f"output_dir={tmp_path}/even"], 2, lambda rank: None, config).wait(60).output  # fmt: skip

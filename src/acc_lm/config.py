@@ -137,6 +137,8 @@ class TrainingConfig(Section):
     """Rows per optimizer step, over all processes."""
     micro_batch_size: PositiveInt = 16
     """Most rows per forward pass of one process; decides memory, never the result."""
+    find_micro_batch_size: bool = False
+    """Before the first step, try a full micro-batch and take smaller ones of the same global batch until it fits on all processes."""
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
     """Compute precision; null: what the Accelerate config says."""
     allow_tf32: bool = False
@@ -340,6 +342,7 @@ NOT_LEARNED = (
     "data.num_workers",
     "data.cache_dir",
     "training.micro_batch_size",
+    "training.find_micro_batch_size",
     "training.log_every",
     "training.eval_every",
     "training.eval_batches",

@@ -75,6 +75,13 @@ class StorageError(UserError):
     status = "storage_error"
 
 
+class OutOfMemoryError(UserError):
+    """A step needs more memory than there is."""
+
+    exit_code = 9
+    status = "out_of_memory"
+
+
 class Preempted(UserError):
     """Asked to stop where there was nothing new to save."""
 

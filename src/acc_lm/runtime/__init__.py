@@ -10,15 +10,17 @@
     gradients     their norm, clipping, and which was no number
     identity      what really runs, read from the live objects
     peers         the other processes: whether they run the same, which of them died or hangs
+    pace          which of them holds up the others
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
     doctor        what this machine has, and whether a config can run on it
-    ending        memory, and a process group that ends cleanly
+    memory        what was used, whether a micro-batch fits, what to do when there is not enough
+    ending        a process group that ends cleanly
 
 Everything else sees an `Accelerator` that is what the launch asked for, or an error that says why it is not.
 """
 
 from acc_lm.runtime.doctor import check_config, machine
-from acc_lm.runtime.ending import close, peak_memory_gb
+from acc_lm.runtime.ending import close, explain
 from acc_lm.runtime.engines import (
     check_replicas,
     gather_objects,
@@ -32,7 +34,9 @@ from acc_lm.runtime.engines import (
 from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
-from acc_lm.runtime.peers import Peers, explain
+from acc_lm.runtime.memory import fit_micro_batch, peak_memory_gb
+from acc_lm.runtime.pace import Pace
+from acc_lm.runtime.peers import Peers
 from acc_lm.runtime.pieces import (
     WEIGHT,
     Piece,
@@ -49,6 +53,7 @@ __all__ = [
     "WEIGHT",
     "Gradients",
     "Identity",
+    "Pace",
     "Peers",
     "Piece",
     "bare_model",
@@ -59,6 +64,7 @@ __all__ = [
     "count_updates",
     "environment",
     "explain",
+    "fit_micro_batch",
     "full_precision",
     "gather_objects",
     "gather_tensor",

@@ -1,24 +1,17 @@
-"""The end of a run, and what it used: memory, and a process group that no process leaves too early."""
+"""How a run ends: a process group that no process leaves too early, and what an error beneath the code stands for."""
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from acc_lm.config import Config
+from acc_lm.errors import StorageError, UserError, storage_reason
+from acc_lm.runtime.memory import is_out_of_memory, out_of_memory
+from acc_lm.runtime.peers import Peers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Most memory this process has used so far, in GB (1e9 bytes): of the accelerator, else of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def close(accelerator: Accelerator) -> None:
@@ -26,3 +19,16 @@ def close(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     accelerator.end_training()
+
+
+def explain(error: Exception, config: Config | None) -> UserError | None:
+    """What broke beneath the code, if that is known: a disk, memory, or another process of the run."""
+    if storage := storage_reason(error):
+        return StorageError(f"the disk must be writable, got: {storage} ({error}); free some space and start again")
+    if config is None:
+        return None
+    if is_out_of_memory(error):
+        return out_of_memory(error, config)
+    latest = Path(config.output_dir, "checkpoints", "latest")
+    last_checkpoint = latest.resolve() if latest.exists() else None
+    return None if Peers.current is None else Peers.current.explain(error, last_checkpoint)

@@ -1,0 +1,132 @@
+"""Memory: what was used, whether a micro-batch fits, and what to do when there is not enough."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from acc_lm.config import Config
+from acc_lm.errors import ConfigError, OutOfMemoryError
+from acc_lm.runtime.engines import gather_objects
+from acc_lm.runtime.launch import split_global_batch
+from acc_lm.runtime.strategy import asked_strategy, is_deepspeed
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+
+
+class Rows(Protocol):
+    def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]: ...
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory this process has used so far, in GB (1e9 bytes): of the accelerator, else of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in WORDS)
+
+
+def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
+    """What to do about it: the first rung of the ladder that the run does not stand on yet."""
+    words = " ".join(str(error).split())[:160] or type(error).__name__
+    return OutOfMemoryError(
+        f"the memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
+        f"{next_rung(config)}; the same command goes on from the last checkpoint"
+    )
+
+
+def next_rung(config: Config) -> str:
+    """Cheapest first: what changes neither what is learned nor the hardware, then sharding, offload, precision."""
+    micro, strategy = config.training.micro_batch_size, asked_strategy()
+    if micro > 1:
+        rungs = [f"training.micro_batch_size={smaller(micro)} takes the same batches in smaller parts"]
+        if not config.model.gradient_checkpointing:
+            rungs.append("model.gradient_checkpointing=true keeps fewer activations")
+        return ", ".join(rungs)
+    if not config.model.gradient_checkpointing:
+        return "model.gradient_checkpointing=true keeps fewer activations"
+    if strategy not in ("fsdp2", "hsdp", "deepspeed_zero3"):
+        return "spread the model over several devices with accelerate_configs/fsdp2.yaml or deepspeed_zero3.yaml"
+    if (config.training.mixed_precision or "no") == "no":
+        return "training.mixed_precision=bf16 halves the activations"
+    return "keep the optimizer in the host's memory with accelerate_configs/fsdp2_offload.yaml or deepspeed_zero3_offload.yaml, or use more devices"
+
+
+def smaller(micro_batch_size: int) -> int:
+    """The largest part that divides it, so that the global batch stays what it is."""
+    return next(size for size in range(micro_batch_size // 2, 0, -1) if micro_batch_size % size == 0)
+
+
+def fit_micro_batch(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, rows: Rows, config: Config
+) -> tuple[Config, list[str]]:
+    """The recipe with the largest micro-batch that fits on all processes, and a line for each that did not.
+
+    The global batch stays, so the gradient does too, to rounding. Every process calls, before the first step.
+
+    Raises:
+        OutOfMemoryError: not even a single row fits.
+        ConfigError: the engine cannot change its micro-batch any more.
+    """
+    if is_deepspeed(model):
+        raise ConfigError(
+            "training.find_micro_batch_size must be false under DeepSpeed, which is told the size when it is built, got true; "
+            "lower training.micro_batch_size yourself"
+        )
+    lines: list[str] = []
+    while True:
+        micro, accumulation = split_global_batch(config.training, accelerator.num_processes)
+        accelerator.gradient_accumulation_steps = accumulation
+        errors = gather_objects(accelerator, _try_once(accelerator, model, optimizer, rows.__getitems__(range(micro))))
+        found = next((error for error in errors if error is not None), None)
+        if found is None:
+            return config, lines
+        if micro == 1:
+            raise out_of_memory(MemoryError(found), config)
+        lines.append(f"training.micro_batch_size {micro} does not fit, going on with {smaller(micro)}: {found}")
+        training = config.training.model_copy(update={"micro_batch_size": smaller(micro)})
+        config = config.model_copy(update={"training": training})
+
+
+def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> str | None:
+    """One forward and backward beside the memory that the moments will need; what went wrong, if it is memory."""
+    problem = None
+    try:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        moments = [
+            torch.empty_like(getattr(p, "_local_tensor", p))
+            for group in inner.param_groups
+            for p in group["params"]
+            for _ in range(2)
+            if p not in inner.state
+        ]
+        # DDP exchanges gradients and buffers; without it a process that lacks memory leaves no other one waiting.
+        alone = getattr(model, "module", model)
+        loss = alone(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
+        accelerator.backward(loss * 0.0)
+        del loss, moments
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = " ".join(str(error).split())[:120] or type(error).__name__
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return problem
