@@ -84,7 +84,9 @@ def build_model(
     torch.manual_seed(seed)
     if config.config is not None:
         model_config = scratch_config(config, tokenizer)
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        )
     else:
         model = _load_pretrained(config)
     _fit_to_recipe(model, config, tokenizer, sequence_length)
@@ -296,7 +298,9 @@ def scratch_config(
             raise ConfigError(
                 f"model.config.{name} must be an id below vocab_size {values['vocab_size']}, got {given}; leave it out"
             )
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    refuse_kernels(made, config.trust_remote_code, "model.config")
+    return made
 
 
 def _pretrained_config(config: ModelConfig) -> PreTrainedConfig:
@@ -313,9 +317,25 @@ def _pretrained_config(config: ModelConfig) -> PreTrainedConfig:
             f"model.name_or_path must be a folder with a config.json, got {name!r} without one; export the model first"
         )
     try:
-        return AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # each failure of the Hub or the file has its own kind; all mean: no usable model
         raise ConfigError(f"model.name_or_path {_why_not(name, error)}") from None
+    refuse_kernels(found, config.trust_remote_code, "model.name_or_path")
+    return found
+
+
+def refuse_kernels(found: PreTrainedConfig, trust_remote_code: bool, key: str) -> None:
+    """An attention that is named like a repository would be fetched from the Hub and run.
+
+    Raises:
+        ConfigError: the model asks for one, and nobody said that its code is trusted.
+    """
+    kernel = str(getattr(found, "_attn_implementation", None) or "")
+    if "/" in kernel and not trust_remote_code:
+        raise ConfigError(
+            f"{key} must be a model without code of its own, got the attention {kernel!r}, which is code of the Hub; "
+            "read it, then set model.trust_remote_code=true"
+        )
 
 
 def _load_pretrained(config: ModelConfig) -> PreTrainedModel:

@@ -35,6 +35,11 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTok
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each loader raises its own kinds; each means that there is no usable tokenizer
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{key} must be a tokenizer without code of its own, got {name!r}, which brings some; "
+                "read it, then set model.trust_remote_code=true"
+            ) from None
         raise ConfigError(
             f"{key} must have a tokenizer, got {name!r}: {first_line(error)}; check the name, or use a local folder"
         ) from None

@@ -99,7 +99,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     import torch
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]

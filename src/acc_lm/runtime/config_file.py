@@ -228,12 +228,19 @@ def _top_keys() -> set[str]:
 
 def _read(file: Path) -> tuple[ClusterConfig, list[tuple[str, int]]]:
     """The file as Accelerate itself reads it, and the line of every dotted key."""
+    import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
     try:
         config = load_config_from_file(str(file))
         return config, list(_key_lines(YAML(typ="safe", pure=True).compose(file.read_text(encoding="utf-8"))))
-    except (ValueError, TypeError, YAMLError) as error:
+    except (YAMLError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise MachineError(
+            f"{file}{f':{mark.line + 1}' if mark else ''}: must be YAML, got {problem}; correct it"
+        ) from None
+    except (ValueError, TypeError, AttributeError) as error:
         text = " ".join(str(error).split())
         raise MachineError(f"{file} must be a config file of Accelerate, got: {text}; correct it") from None
 
