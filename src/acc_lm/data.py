@@ -137,7 +137,7 @@ class Data:
 
 def cache_folder(chosen: str | None = None) -> Path:
     """Where things are kept that can always be made again: token rows, compiled extensions."""
-    return Path(chosen or os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm").expanduser()
+    return Path(os.path.expanduser(chosen or os.environ.get("ACC_LM_CACHE") or "~/.cache/acc-lm"))
 
 
 def build_data(
@@ -197,7 +197,7 @@ def _is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / "facts.json").read_text())["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

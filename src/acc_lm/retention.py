@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 STATE, MANIFEST = "state.json", "manifest.json"
+LARGEST_JSON = 1 << 26  # bytes
 TENSORS = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -73,7 +74,10 @@ def rotate(root: Path, config: CheckpointConfig) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take the manifest first: a folder that is half removed is no checkpoint any more."""
+    """Take the manifest first: a folder that is half removed is no checkpoint any more. What a link leads to stays."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     crash_point("mid_rotate")
     shutil.rmtree(folder)
@@ -96,7 +100,7 @@ def _eval_loss(folder: Path) -> float | None:
     try:
         loss = json.loads((folder / STATE).read_text())["eval_loss"]
         return float(loss) if loss is not None and math.isfinite(loss) else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -141,11 +145,11 @@ def _find(output_dir: Path, resume: str) -> Found:
             )
         return Found(None)
     if resume != "auto":
-        path = Path(resume).expanduser()
+        path = Path(os.path.expanduser(resume))
         started_from = str(path.resolve())
         # A path starts a run; typed again, the same command goes on with what it started.
         for _, folder in folders:
-            if problem_with(folder) is None and open_checkpoint(folder).state["started_from"] == started_from:
+            if _problem_in_run(folder) is None and open_checkpoint(folder).state["started_from"] == started_from:
                 return Found(open_checkpoint(folder), started_from)
         problem = problem_with(path)
         if problem:
@@ -155,7 +159,7 @@ def _find(output_dir: Path, resume: str) -> Found:
         return Found(open_checkpoint(path), started_from)
     damaged: list[tuple[Path, str]] = []
     for _, folder in folders:
-        problem = problem_with(folder)
+        problem = _problem_in_run(folder)
         if problem is None:
             checkpoint = open_checkpoint(folder)
             return Found(checkpoint, checkpoint.state["started_from"], tuple(damaged))
@@ -168,44 +172,81 @@ def _find(output_dir: Path, resume: str) -> Found:
     return Found(None)
 
 
+def _problem_in_run(folder: Path) -> str | None:
+    """A run saves and removes its own folders only: one that a link stands for may be named, but is not found."""
+    if folder.is_symlink():
+        return f"a link to {os.readlink(folder)!r}; checkpoint.resume can name that"
+    return problem_with(folder)
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder.resolve(), json.loads((folder / STATE).read_text()))
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why the folder is not a whole checkpoint; None when it is."""
-    if not folder.is_dir():
-        return "no such folder"
+    """Why the folder is not a whole checkpoint; None when it is.
+
+    Nothing is read through a link, nor anything that the manifest does not name.
+    """
+    try:
+        if not folder.is_dir():
+            return "no such folder"
+    except OSError as error:
+        return str(error.strerror)
     if not (folder / MANIFEST).is_file():
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return "an exported model, not a checkpoint (model.name_or_path starts from one)"
         if (folder / "checkpoints").is_dir():
             return f"the folder of a run; its newest checkpoint is {folder / 'checkpoints' / 'latest'}"
         return f"{MANIFEST} is missing"
+    from safetensors import SafetensorError, safe_open
+
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        if link := next((file for file in sorted(folder.iterdir()) if file.is_symlink()), None):
+            return f"{link.name!r} is a link to {os.readlink(link)!r}"
+        manifest = _read_json(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             age = "newer" if manifest["format"] > FORMAT else "older"
-            return f"it has format {manifest['format']}, {age} than the {FORMAT} that this version reads"
+            return f"it has format {manifest['format']!r}, {age} than the {FORMAT} that this version reads"
         files = manifest["files"]
         shards = {match[0]: match[2] for name in files if (match := TENSORS.fullmatch(name))}
         if set(files) != {STATE, *shards} or {int(count) for count in shards.values()} != {len(shards)}:
             return f"{MANIFEST} lists {sorted(files)}"
+        if strangers := {file.name for file in folder.glob("tensors-*")} - {*files}:
+            return f"{MANIFEST} does not list {sorted(strangers)}"
         for name, expected in files.items():
             file = folder / name
             if not file.is_file():
                 return f"{name} is missing"
             size = file.stat().st_size
             if size != expected["size"]:
-                return f"{name} has {size} bytes instead of {expected['size']}"
+                return f"{name} has {size} bytes instead of {expected['size']!r}"
             if checksum(file) != expected["xxh3_128"]:
                 return f"{name} does not match its checksum"
-        state = json.loads((folder / STATE).read_text())
+            if name in shards:
+                with safe_open(file, framework="numpy"):
+                    pass  # its header can be read
+        state = _read_json(folder / STATE)
         if state["progress"]["step"] != manifest["step"]:
-            return f"{STATE} is of step {state['progress']['step']}, {MANIFEST} of step {manifest['step']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{STATE} is of step {state['progress']['step']!r}, {MANIFEST} of step {manifest['step']!r}"
+    except SafetensorError as error:
+        return f"{name} is no safetensors file ({error})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return None
+
+
+def _read_json(file: Path) -> Any:
+    if (size := file.stat().st_size) > LARGEST_JSON:
+        raise ValueError(f"{file.name} has {size} bytes, more than the {LARGEST_JSON} that one can need")
+    return json.loads(file.read_text(), object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if again := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{again[0]!r} stands in it twice")
+    return dict(pairs)
 
 
 def set_aside(output_dir: Path, found: Found) -> list[Path]:
