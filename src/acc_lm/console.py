@@ -15,6 +15,7 @@ from acc_lm.data import Data
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.export import sample_text
 from acc_lm.model import ModelFacts
+from acc_lm.redaction import printable
 from acc_lm.runtime import Identity, split_global_batch
 from acc_lm.tokenizer import first_line
 
@@ -145,7 +146,7 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
             )
         except Exception as error:  # the run is complete and exported: a sample must not turn it into a failure
             text = f"none ({type(error).__name__}: {first_line(error)})"
-        parts.append(f"sample:\n{text}")
+        parts.append("sample:\n" + printable(text, keep="\n\t"))
     names = {"model": "this model", "gzip": "gzip -9", "xz": "xz -9"}
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
     parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))

@@ -8,6 +8,8 @@ import re
 import sys
 import time
 
+from acc_lm.redaction import printable, redact
+
 
 class UserError(Exception):
     """A problem the user can solve; shown as `error: ...` lines without a traceback."""
@@ -116,7 +118,7 @@ def print_problems(error: UserError) -> None:
         time.sleep(LAUNCHER_SECONDS)
         print(f"error: only process {os.environ['RANK']} met this:", file=sys.stderr)
     for problem in error.problems:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        print(f"error: {printable(redact(problem))}", file=sys.stderr, flush=True)
 
 
 EXIT_PREEMPTED = Preempted.exit_code

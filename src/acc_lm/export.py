@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from acc_lm.checkpoint import make_readable, persistent_buffers
 from acc_lm.config import Config
 from acc_lm.data import DataFacts
 from acc_lm.evaluation import EvaluationResult
+from acc_lm.model import refuse_kernels
 from acc_lm.recipe import dump_config
+from acc_lm.redaction import CONTROL
 from acc_lm.runtime import (
     WEIGHT,
     Piece,
@@ -107,7 +110,7 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
         "files": ", ".join(f"`{_plain(name)}`" for name in config.data.files),
         "hub": f"`{_plain(str(config.data.dataset))}`",
     }[config.data.source]
-    name = _plain(Path(config.output_dir).name)
+    name = re.sub(r"([!-,./:-@^_{}~])", r"\\\1", _plain(Path(config.output_dir).resolve().name))
     kind = (
         config.model.config["model_type"]
         if config.model.config
@@ -151,8 +154,8 @@ print(generate({(config.export.sample_prompt or "Once")!r}, max_new_tokens=50)[0
 
 
 def _plain(text: str) -> str:
-    """Text from a user without what Markdown or HTML would act on."""
-    return "".join(" " if c in "`<>|[]\n\r" else c for c in text)
+    """Text from a user without what ends a code span, starts HTML or moves a cursor."""
+    return "".join(" " if c in "`<>|[]\\" or CONTROL.match(c) else c for c in text)
 
 
 def sample_text(
@@ -170,8 +173,9 @@ def sample_text(
     Args:
         temperature: 0 always takes the likeliest token.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    refuse_kernels(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), trust_remote_code, "model")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=trust_remote_code)
     model.eval()

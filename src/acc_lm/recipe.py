@@ -20,6 +20,7 @@ from ruamel.yaml.nodes import MappingNode
 
 from acc_lm.config import Config, Section, flatten
 from acc_lm.errors import ConfigError
+from acc_lm.redaction import CONTROL, HIDDEN, URL_LOGIN, is_secret
 
 # Names that people bring from other tools, and what they are called here.
 FOREIGN_NAMES = {
@@ -115,7 +116,7 @@ FOREIGN_NAMES = {
     "ddp_broadcast_buffers": "distributed.broadcast_buffers",
     "ddp_static_graph": "distributed.static_graph",
 }
-SECRET_NAME = re.compile(r"token$|api_?key|secret|password", re.IGNORECASE)
+MAY_HAVE_LINES = ("export.sample_prompt",)
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -127,13 +128,23 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
     values, lines = _read(Path(file))
     sources = {key: f"{file}:{line}" for key, line in lines.items()}
     problems = [problem for override in overrides if (problem := _apply(values, sources, override))]
-    secrets = [
-        key for key in flatten(values) if SECRET_NAME.search(key.split(".")[-1]) and key.split(".")[0] != "model"
-    ]
+    flat = flatten(values)
+    secrets = [key for key in flat if is_secret(key.split(".")[-1]) and key.split(".")[0] != "model"]
     for key in secrets:
         problems.append(
             f"{_where(sources, key)}{key} must not be in a recipe; use the environment, `hf auth login` or `wandb login`"
         )
+    for key, value in flat.items():
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if any(URL_LOGIN.search(text) for text in texts):
+            problems.append(
+                f"{_where(sources, key)}{key} must not hold a login in a URL, which is written to the files of the run; "
+                "use the environment, `hf auth login` or ~/.netrc"
+            )
+        if key not in MAY_HAVE_LINES and any(CONTROL.search(text) for text in texts):
+            problems.append(
+                f"{_where(sources, key)}{key} must be one line without control characters, got {value!r}; remove them"
+            )
     config = None
     try:
         config = Config.model_validate(values)
@@ -259,7 +270,8 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
     try:
         value = _yaml().load(text) if text.strip() else None
     except YAMLError as error:
-        return f"command line: {key} must have a YAML value, got {text!r}; {' '.join(str(error).split())[:80]}"
+        got, why = (HIDDEN, "see its quotes") if is_secret(key) else (repr(text), " ".join(str(error).split())[:80])
+        return f"command line: {key} must have a YAML value, got {got}; {why}"
     *parents, last = key.split(".")
     place = values
     for depth, name in enumerate(parents):

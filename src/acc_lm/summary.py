@@ -6,14 +6,18 @@ import contextlib
 import json
 import os
 import platform
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from acc_lm import history
 from acc_lm.errors import ConfigError, is_main_process
+from acc_lm.redaction import redact
 
 FILE = "summary.json"
+WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
+"""What a run writes beside its checkpoints and its trackers' folders, which may be links to another disk."""
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
@@ -60,30 +64,35 @@ def write_failure(output_dir: str | None, status: str, exit_code: int, reason: s
     Args:
         speaks: whether this process is to write it; None: the main one is.
     """
-    if output_dir is None or not Path(output_dir).is_dir() or not (is_main_process() if speaks is None else speaks):
+    if output_dir is None or not (is_main_process() if speaks is None else speaks):
         return
-    before = _previous(Path(output_dir))
     own = ("status", "exit_code", "reason", "attempt", "time", "host", "rank", "train_loss", "eval_loss")
-    facts = {key: value for key, value in before.items() if key not in own}
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
-        write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=reason, **facts)
+        if Path(output_dir).is_dir():
+            facts = {key: value for key, value in _previous(Path(output_dir)).items() if key not in own}
+            write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=redact(reason), **facts)
 
 
 def open_output_dir(output_dir: Path) -> None:
     """Make the folder of the run and write to it once, before anything expensive.
 
     Raises:
-        ConfigError: it is a file, or cannot be written.
+        ConfigError: it is a file, cannot be written, or a link in it would lead what is written elsewhere.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         probe = output_dir / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
+        links = [path for path in output_dir.iterdir() if path.is_symlink() and WRITTEN.fullmatch(path.name)]
     except OSError as error:
         raise ConfigError(
             f"output_dir must be a folder that can be written, got {output_dir} ({error.strerror}); choose another"
         ) from None
+    if links:
+        raise ConfigError(
+            *(f"{link} must be the run's own, got a link to {os.readlink(link)!r}; remove it" for link in links)
+        )
 
 
 def _previous(output_dir: Path) -> dict[str, Any]:

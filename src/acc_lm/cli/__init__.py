@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from acc_lm.errors import ConfigError, UserError
+from acc_lm.errors import ConfigError, UserError, print_problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,8 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        print_problems(error)
         return error.exit_code
 
 
@@ -113,13 +112,23 @@ def _generate(known: argparse.Namespace) -> int:
         if wrong:
             raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
     from acc_lm.export import sample_text
+    from acc_lm.redaction import printable
     from acc_lm.runtime import quiet_libraries
+    from acc_lm.tokenizer import first_line
 
     quiet_libraries()
-    print(sample_text(
-        known.model, known.prompt, max_new_tokens=known.max_new_tokens,
-        temperature=known.temperature, top_k=known.top_k, seed=known.seed,
-    ))  # fmt: skip
+    try:
+        text = sample_text(
+            known.model, known.prompt, max_new_tokens=known.max_new_tokens,
+            temperature=known.temperature, top_k=known.top_k, seed=known.seed,
+        )  # fmt: skip
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model must be one that transformers loads without code of its own, got {known.model}: {first_line(error)}"
+        ) from None
+    print(printable(text, keep="\n\t"))
     return 0
 
 

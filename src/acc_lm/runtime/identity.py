@@ -17,6 +17,7 @@ from torch import nn
 
 from acc_lm.config import Config
 from acc_lm.errors import MachineError
+from acc_lm.redaction import redact_words
 from acc_lm.runtime.deepspeed import offload_device, overruled_settings
 from acc_lm.runtime.pieces import pieces_of
 from acc_lm.runtime.strategy import asked_strategy, bare_model, is_deepspeed
@@ -315,11 +316,11 @@ def _git_commit() -> str | None:
 
 
 def _launch_command() -> list[str]:
-    """The launcher's own command line where there is one, else ours."""
+    """The launcher's own command line where there is one, else ours; without the secrets that stand in it."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
         try:
             raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-            return raw.decode(errors="replace").strip("\0").split("\0")
+            return redact_words(raw.decode(errors="replace").strip("\0").split("\0"))
         except OSError:
             pass  # no /proc on this system
-    return [sys.executable, *sys.argv]
+    return redact_words([sys.executable, *sys.argv])
