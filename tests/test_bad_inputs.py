@@ -21,6 +21,14 @@ def lines(*texts: str) -> bytes:
 DATA: dict[str, tuple[str, bytes, list[str], str]] = {
     # name: (file, content, more arguments, what the line must say)
     "malformed jsonl": ("x.jsonl", lines(GOOD, '{"text": "a" "b"}'), [], "x.jsonl:2: must be a JSON object, got"),
+    "brackets without end": ("x.jsonl", lines(GOOD, "[" * 100_000), [], "x.jsonl:2: must be a JSON object, got '[[["),
+    "a number of thousands of digits": (
+        "x.jsonl",
+        lines(GOOD, "9" * 5000),
+        [],
+        "x.jsonl:2: must be a JSON object, got '99",
+    ),
+    "json of brackets": ("x.json", b"[" * 100_000, [], "x.json must be JSON, got: "),
     "empty file": ("x.jsonl", b"", [], "x.jsonl must hold text, got an empty file (0 bytes)"),
     "blank lines": ("x.jsonl", b"\n\n  \n", [], "x.jsonl must hold at least one record with text, got none"),
     "blank text": ("x.txt", b"\n \n", [], "x.txt must hold at least one record with text, got none"),

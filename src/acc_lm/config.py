@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -26,6 +27,37 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), WithJsonSchema(
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _at_home(value: str) -> str:
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"must start with the home folder of a user of this machine, got {value!r}; write the path out"
+        )
+    return expanded
+
+
+Place = Annotated[str, AfterValidator(_at_home)]
+"""A path, in which ~ is the home folder, or a name on the Hub."""
+Folder = Annotated[Place, AfterValidator(os.path.normpath)]
+
+
+def _name_in_tracker(value: str) -> str:
+    if not 0 < len(value) <= 128:
+        raise ValueError(f"must have 1 to 128 characters, got {len(value)}; trackers take no others")
+    return value
+
+
+def _folder_name(value: str) -> str:
+    if value in (".", "..") or set(value) & set("/\\#?%:"):
+        raise ValueError(
+            f"must be a name without / \\ # ? % and :, got {value!r}; change it (TensorBoard makes a folder of it)"
+        )
+    return value
+
+
+NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
@@ -35,7 +67,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model: `name_or_path` continues from existing weights, `config` starts from scratch."""
 
-    name_or_path: str | None = None
+    name_or_path: Place | None = None
     """Hub id or local folder of a causal language model to continue from."""
     revision: str | None = None
     """Branch, tag or commit of the Hub id."""
@@ -66,7 +98,7 @@ class ModelConfig(Section):
 class TokenizerConfig(Section):
     """How text becomes ids: an existing tokenizer, or one made from the training split."""
 
-    name_or_path: str | None = None
+    name_or_path: Place | None = None
     """Hub id or local folder; wins over `kind`. null: the tokenizer of `model.name_or_path`, else `kind`."""
     revision: str | None = None
     """Branch, tag or commit of the Hub id."""
@@ -83,7 +115,7 @@ class DataConfig(Section):
     """python_stdlib: the standard library of this Python; synthetic: a Markov chain of known entropy; files; hub: `datasets.load_dataset`."""
     files: Strings = ()
     """Files or globs (txt, jsonl, json, csv, parquet, arrow, mixed), for source `files`."""
-    dataset: str | None = None
+    dataset: Place | None = None
     """Dataset on the Hub or a local folder of data files, for source `hub`."""
     dataset_config: str | None = None
     """Configuration (subset) of the dataset."""
@@ -105,7 +137,7 @@ class DataConfig(Section):
     """Length of the synthetic training text, in symbols."""
     num_workers: Count = 0
     """Processes that read rows ahead, per training process; never changes the result."""
-    cache_dir: str | None = None
+    cache_dir: Place | None = None
     """Where token rows are kept; null: $ACC_LM_CACHE, else ~/.cache/acc-lm."""
 
     @model_validator(mode="after")
@@ -257,9 +289,9 @@ class TrackingConfig(Section):
         WithJsonSchema({"type": "array", "items": {"enum": ["wandb", "tensorboard"]}}),
     ] = ("wandb",)
     """Trackers; wandb works offline by itself when there is no key or no network."""
-    project: str = "acc-lm"
+    project: Annotated[NameInTracker, AfterValidator(_folder_name)] = "acc-lm"
     """Project in the tracker."""
-    run_name: str | None = None
+    run_name: NameInTracker | None = None
     """Name in the tracker; null: the name of `output_dir`."""
 
 
@@ -302,7 +334,7 @@ class DistributedConfig(Section):
 class Config(Section):
     """A whole recipe."""
 
-    output_dir: str = "runs/quickstart"
+    output_dir: Folder = "runs/quickstart"
     """Folder of the run; relative to where the command is typed."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Decides initial weights, order of the rows and dropout."""

@@ -68,7 +68,7 @@ def draw(output_dir: Path, title: str) -> None:
     figure.subplots_adjust(
         left=0.05, right=0.985, bottom=0.13, top=0.84, wspace=0.2
     )  # a layout engine draws it all twice
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a name with $ is no formula
     steps, losses = series(entries, "train/loss")
     train.plot(steps, losses, color="tab:blue", alpha=0.3, marker="." if len(steps) < 3 else None, label="logged steps")
     train.plot(steps, smooth(losses, max(1, len(losses) // 20)), color="tab:blue", label="smoothed")

@@ -8,7 +8,6 @@ import glob
 import io
 import json
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from acc_lm.errors import DataError
 
 SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+LONGEST_LINE = 100_000_000  # bytes of a record; a file without line breaks would otherwise fill the memory
 
 
 @dataclass(frozen=True)
@@ -185,15 +185,25 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
+        for number, raw in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
             place = f"{file}:{number}"
+            if len(raw) > LONGEST_LINE:
+                raise DataError(
+                    f"{place}: must be a line of at most {LONGEST_LINE // 10**6} MB, got a longer one; split its text into records, "
+                    "or use a txt file, which is one document"
+                )
             line = _decode(raw, place)
             if line.strip():
                 try:
                     yield place, json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+                    why = (
+                        f"{error.msg} at column {error.colno}"
+                        if isinstance(error, json.JSONDecodeError)
+                        else str(error)
+                    )
                     raise DataError(
-                        f"{place}: must be a JSON object, got {line.strip()[:80]!r} ({error.msg} at column {error.colno}); correct that line"
+                        f"{place}: must be a JSON object, got {line.strip()[:80]!r} ({why}); correct that line"
                     ) from None
 
 
@@ -204,6 +214,8 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(
             f"{file}:{error.lineno}: must be JSON, got {error.msg} at column {error.colno}; correct that line"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} must be JSON, got: {error}; correct it") from None
     if not isinstance(values, list):
         raise DataError(
             f"{file} must be a JSON list of objects, got {type(values).__name__}; use jsonl for one object per line"
@@ -213,10 +225,13 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(LONGEST_LINE)
     reader = csv.DictReader(io.StringIO(_decode(file.read_bytes(), str(file)), newline=""))
-    for record in reader:
-        yield f"{file}:{reader.line_num}", {key: value for key, value in record.items() if key is not None}
+    try:
+        for record in reader:
+            yield f"{file}:{reader.line_num}", {key: value for key, value in record.items() if key is not None}
+    except csv.Error as error:
+        raise DataError(f"{file}:{reader.line_num + 1}: must be CSV, got: {error}; correct that line") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
