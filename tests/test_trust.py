@@ -573,6 +573,18 @@ def test_terminal_escapes_are_spelt_out(tiny: list[str], tmp_path: Path, monkeyp
     assert not set(finished.output) & set("\x1b\x07\x9b\u202e")
 
 
+def test_a_list_of_checkpoints_shows_what_they_say_as_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = (run / "checkpoints" / name for name in ("step-00000002", "step-00000004"))
+    rewrite(older / "state.json", mixed_precision="\x1b[2J", eval_loss="\x1b[2J")
+    (older / "away").symlink_to("nowhere")
+    (newer / "state.json").write_text("[1]")
+    assert cli.main(["checkpoint", "list", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert r"\x1b[2J" in shown
+    assert "'away' is a link to 'nowhere'" in shown
+    assert "\x1b" not in shown
+
+
 def test_a_model_card_shows_names_and_runs_none(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
     name = "<img src=x onerror=alert(1)> [a](b) **_x_** `c` & ---"
     (tmp_path / "`](b)<script>.txt").write_text("\n".join(words))

@@ -12,6 +12,7 @@ from acc_lm.errors import CheckpointError, ConfigError
 
 def list_checkpoints(run: Path) -> int:
     """One line for each checkpoint of a run, the newest last; returns the exit code."""
+    from acc_lm.redaction import printable
     from acc_lm.retention import best_checkpoint, problem_with
 
     root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
@@ -22,18 +23,17 @@ def list_checkpoints(run: Path) -> int:
     print(f"{'':22}{'size':>10}  {'evaluation':>10}  {'written by':24} state")
     for folder in folders:
         problem = problem_with(folder)
-        size = sum(file.stat().st_size for file in folder.iterdir())
+        size = sum(file.lstat().st_size for file in folder.iterdir())
         try:
-            state = json.loads((folder / "state.json").read_text())
-        except (OSError, ValueError):
+            state = dict(json.loads((folder / "state.json").read_text()))
+        except (OSError, ValueError, TypeError, RecursionError):
             state = {}
         loss = state.get("eval_loss")
         count = state.get("num_processes", "?")
         writer = f"{count} process{'' if count == 1 else 'es'}, {state.get('mixed_precision', '?')}"
         marks = [problem or "whole", *(["the best"] if folder == best else [])]
-        print(
-            f"{folder.name:22}{size / 1e6:>7.1f} MB  {'-' if loss is None else f'{loss:.4f}':>10}  {writer:24} {', '.join(marks)}"
-        )
+        line = f"{folder.name:22}{size / 1e6:>7.1f} MB  {f'{loss:.4f}' if isinstance(loss, float) else '-':>10}  {writer:24} {', '.join(marks)}"
+        print(printable(line))
     return 0
 
 
