@@ -470,22 +470,22 @@ def test_a_csv_field_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "argument",
+    ("argument", "says"),
     [
-        f"tracking.api_key={CANARY}",
-        f"hf_token={CANARY}",
-        f"WANDB_API_KEY={CANARY}",
-        f"data.password={CANARY}",
-        f"schedule.arguments.client_secret={CANARY}",
-        f"tracking.api_key={{{CANARY}",
-        f"tracking.wandb={{access_key: {CANARY}}}",
-        f"--hf-token={CANARY}",
-        f"data.dataset=https://user:{CANARY}@host/set",
-        f"data.files=[s3://{CANARY}@bucket/x.jsonl]",
+        (f"tracking.api_key={CANARY}", "must not be in a recipe"),
+        (f"hf_token={CANARY}", "must not be in a recipe"),
+        (f"WANDB_API_KEY={CANARY}", "must not be in a recipe"),
+        (f"data.password={CANARY}", "must not be in a recipe"),
+        (f"schedule.arguments.client_secret={CANARY}", "must not be in a recipe"),
+        (f"tracking.wandb={{access_key: {CANARY}}}", "must not be in a recipe"),
+        (f"data.dataset=https://user:{CANARY}@host/set", "must not hold a login in a URL"),
+        (f"data.files=[s3://{CANARY}@bucket/x.jsonl]", "must not hold a login in a URL"),
+        (f"tracking.api_key={{{CANARY}", "must "),
+        (f"--hf-token={CANARY}", "got '--hf-token=***'"),
     ],
 )
 def test_a_secret_in_a_recipe_is_refused_and_not_repeated(
-    argument: str, tiny: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    argument: str, says: str, tiny: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     files = [ROOT / "recipes/quickstart.yaml"]
     if not argument.startswith("--"):
@@ -501,7 +501,7 @@ def test_a_secret_in_a_recipe_is_refused_and_not_repeated(
             parse_train_arguments(arguments, file)
         print_problems(caught.value)
         shown = capsys.readouterr().err
-        assert "error: " in shown
+        assert says in shown
         assert CANARY not in shown
 
 
@@ -590,7 +590,7 @@ def test_a_model_card_shows_names_and_runs_none(tiny: list[str], tmp_path: Path,
     (tmp_path / "`](b)<script>.txt").write_text("\n".join(words))
     arguments = [
         *tiny, f"output_dir='{tmp_path / name}'", "data.files='BASE/`](b)<script>.txt'".replace("BASE", str(tmp_path)),
-        'export.sample_prompt="a```\\n# Owned\\n</code><script>"', "training.max_steps=2",
+        'export.sample_prompt="a```\\n# Owned\\n</code><script> ' + f'{"x" * 120} ``` {"x" * 120}"', "training.max_steps=2",
     ]  # fmt: skip
     run_training(arguments)
     card = (tmp_path / name / "final/README.md").read_text()
@@ -598,6 +598,7 @@ def test_a_model_card_shows_names_and_runs_none(tiny: list[str], tmp_path: Path,
     assert re.findall(r"^(\S+):", front, re.MULTILINE) == ["library_name", "pipeline_tag", "tags"]
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", body, re.DOTALL | re.MULTILINE)
     assert [kind for kind, _ in blocks] == ["python", "yaml"]
+    assert len(re.findall(r"^ *```", body, re.MULTILINE)) == 4
     outside = functools.reduce(lambda text, block: text.replace(block[1], ""), blocks, body)
     assert not re.search(r"<|\]\(|&(?!\s)|^# Owned", outside, re.MULTILINE)
     assert "\n# " in outside
