@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from acc_lm.errors import (
     UserError,
     print_problems,
 )
+from acc_lm.redaction import printable, redact
 from acc_lm.stop import SAVE, StopRequest, die_with_launcher
 from acc_lm.summary import write_failure
 
@@ -102,7 +104,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         resuming.check_same_text(found.checkpoint, config, data.key)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
-        notes.append(f"resumed from {resumed_from} at step {progress.step}")
+        notes.append(f"resumed from {resumed_from} at step {progress.step} (checked in {found.seconds:.1f} s)")
     first_tokens = progress.tokens
     if is_main and not dry_run:
         retention.set_aside(output_dir, found)
@@ -113,7 +115,11 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     tracking = Tracking(accelerator)
     if not dry_run:
         tracking.start(config, output_dir, num_steps)
-    say(start_block(config, identity, model_facts, data, num_steps, tracking.description), *notes, sep="\n")
+    say(
+        start_block(config, identity, model_facts, data, num_steps, tracking.description),
+        *map(printable, notes),
+        sep="\n",
+    )
     if dry_run:
         try_everything(accelerator, model, optimizer, data, order, config)
         runtime.close(accelerator)
@@ -300,7 +306,8 @@ def main(arguments: list[str]) -> int:
         reason = f"{type(error).__name__}: {error}"
         explained = explain(error, config)
         if explained is None:
-            raise
+            print(redact(traceback.format_exc()), file=sys.stderr)
+            return code
         status, code, reason, speaks = explained.status, explained.exit_code, str(explained), explained.speaks
         print_problems(explained)
     finally:

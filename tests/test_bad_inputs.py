@@ -243,11 +243,18 @@ def test_an_output_folder_that_cannot_be_written(kind: str, tiny: list[str], tmp
 def test_an_unexpected_error_keeps_its_traceback_and_is_noted(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for a secret in it."""
     import acc_lm.step
 
-    monkeypatch.setattr(acc_lm.step, "to_device", lambda *_: 1 / 0)
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("with the token hf_canary_canary")
+
+    monkeypatch.setattr(acc_lm.step, "to_device", fail)
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_canary")
     finished = run_training(tiny, expect=1)
-    assert "ZeroDivisionError" in finished.output
+    assert "Traceback (most recent call last)" in finished.output
+    assert "ZeroDivisionError: with the token ***" in finished.output
+    assert "hf_canary" not in finished.output + (tmp_path / "run/summary.json").read_text()
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("failed", 1)
     assert "ZeroDivisionError" in summary["reason"]

@@ -76,9 +76,9 @@ IN_THE_LOOP = {
     "the first step": ("acc_lm.step.train_step", 1, 1),
     "a later step": ("acc_lm.step.train_step", 4, 4),
     "a log": ("acc_lm.history.append", 2, 2),
-    "a save": ("acc_lm.checkpoint._write_mine", 1, 2),
-    "a commit": ("acc_lm.checkpoint._commit", 1, 2),
-    "a rotation": ("acc_lm.checkpoint.rotate", 2, 4),
+    "a save": ("acc_lm.saving._write_mine", 1, 2),
+    "a commit": ("acc_lm.saving._commit", 1, 2),
+    "a rotation": ("acc_lm.saving.rotate", 2, 4),
 }
 
 

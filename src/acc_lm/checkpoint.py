@@ -122,18 +122,18 @@ def _check_shapes(folder: Path, saved: dict[str, Any], wanted: dict[str, tuple[i
 
 def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: int, length: int) -> Tensor:
     """Elements [start, start + length) of a tensor, from whatever pieces it was cut into."""
+    wanted = [(max(first, start), min(first + size, start + length), first, part) for first, size, part in parts]
+    covered = sum(max(high - low, 0) for low, high, _, _ in wanted)
+    if covered != length or length == 0:  # before memory is taken for what a file only claims to be
+        raise CheckpointError(f"{folder} must hold all of {key}, got {covered} of {length} elements of a part")
     values: Tensor | None = None
-    covered = 0
-    for first, size, part in parts:
-        low, high = max(first, start), min(first + size, start + length)
+    for low, high, first, part in wanted:
         if low < high:
             chunk = part[low - first : high - first]
             if values is None:
                 values = torch.empty(length, dtype=chunk.dtype)
             values[low - start : high - start] = chunk
-            covered += high - low
-    if covered != length or values is None:
-        raise CheckpointError(f"{folder} must hold all of {key}, got {covered} of {length} elements of a part")
+    assert values is not None
     return values
 
 

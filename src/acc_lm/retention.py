@@ -12,7 +12,8 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,18 @@ FORMAT = 2
 STATE, MANIFEST = "state.json", "manifest.json"
 LARGEST_JSON = 1 << 26  # bytes
 TENSORS = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")
+NEEDED = (
+    "progress",
+    "num_updates",
+    "recipe",
+    "data_key",
+    "started_from",
+    "num_processes",
+    "mixed_precision",
+    "threads",
+    "loss_scaler",
+)
+"""What a run that goes on reads in `STATE`."""
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -54,6 +67,8 @@ class Found:
     started_from: str | None = None
     """The path that `checkpoint.resume` named, remembered by every checkpoint of the run that it started."""
     damaged: tuple[tuple[Path, str], ...] = ()
+    seconds: float = 0.0
+    """That reading every byte of them took."""
 
 
 def rotate(root: Path, config: CheckpointConfig) -> None:
@@ -131,7 +146,9 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, resume: str) -> 
         ConfigError: `resume: never` on a folder that has checkpoints.
         CheckpointError: there are checkpoints but none is whole, or the path is none.
     """
-    return on_main(accelerator, lambda: _find(output_dir, resume))
+    began = time.monotonic()
+    found = on_main(accelerator, lambda: _find(output_dir, resume))
+    return replace(found, seconds=time.monotonic() - began)
 
 
 def _find(output_dir: Path, resume: str) -> Found:
@@ -227,6 +244,9 @@ def problem_with(folder: Path) -> str | None:
                 with safe_open(file, framework="numpy"):
                     pass  # its header can be read
         state = _read_json(folder / STATE)
+        if lacks := [key for key in NEEDED if key not in state]:
+            return f"{STATE} lacks {', '.join(lacks)}"
+        Progress(**state["progress"])
         if state["progress"]["step"] != manifest["step"]:
             return f"{STATE} is of step {state['progress']['step']!r}, {MANIFEST} of step {manifest['step']!r}"
     except SafetensorError as error:

@@ -25,6 +25,7 @@ from urllib.parse import urlparse
 from acc_lm import history
 from acc_lm.config import Config, flatten, learned_changes
 from acc_lm.progress import is_due
+from acc_lm.redaction import printable, redact
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -119,7 +120,7 @@ class Tracking:
             mode, why = wandb_mode()
             if mode != "disabled":
                 self._chain = WandbChain(output_dir, recipe, last_step)
-            run_name = config.tracking.run_name or output_dir.resolve().name
+            run_name = config.tracking.run_name or output_dir.resolve().name[-128:]  # W&B takes no longer one
             init_kwargs["wandb"] = _wandb_arguments(output_dir, run_name, mode, self._chain)
             names.append(f"wandb {mode}" + (f" ({why})" if why else ""))
         try:
@@ -263,4 +264,4 @@ def _first_words(error: Exception) -> str:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {printable(redact(text))}", file=sys.stderr, flush=True)
