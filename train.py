@@ -13,22 +13,15 @@ from __future__ import annotations
 import math
 import sys
 import time
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acc_lm.cli.arguments import parse_train_arguments
-from acc_lm.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    Preempted,
-    UserError,
-    print_problems,
-)
-from acc_lm.redaction import printable, redact
-from acc_lm.stop import SAVE, StopRequest, die_with_launcher
-from acc_lm.summary import write_failure
+from acc_lm.cli.arguments import Mode
+from acc_lm.cli.outcome import run_to_its_end
+from acc_lm.errors import EXIT_PREEMPTED, ConfigError, Preempted
+from acc_lm.redaction import printable
+from acc_lm.stop import SAVE, StopRequest
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
@@ -36,8 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
-def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> int:
-    """Train as the recipe says, or only try everything once; returns the exit code."""
+def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) -> int:
+    """Train as the recipe says, or only evaluate, or only try everything once; returns the exit code."""
     # Imported here and not above, so that --help and a misspelt key answer at once.
     from acc_lm import history, resuming, retention, runtime
     from acc_lm.checkpoint import load_checkpoint
@@ -69,8 +62,12 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
 
     # Where the last run stopped, if there was one
     found = retention.Found(None)
-    if not dry_run:
+    if mode != Mode.DRY_RUN:
         found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
+    if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
+        raise ConfigError(
+            f"--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint in {output_dir}"
+        )
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
@@ -83,7 +80,7 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
     peers.check_same({"the text": data.key})
     order = RowOrder(config.seed, len(data.train), training.global_batch_size)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
-    learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps)
+    learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps, training.global_batch_size)
 
     # Model and optimizer, spread over the hardware by `prepare`
     tokenizer = data.tokenizer
@@ -106,41 +103,25 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} (checked in {found.seconds:.1f} s)")
     first_tokens = progress.tokens
-    if is_main and not dry_run:
+    if is_main and mode == Mode.TRAIN:
         retention.set_aside(output_dir, found)
         history.keep_until(output_dir, progress.step)
         (output_dir / "config.yaml").write_text(dump_config(config))
         data.tokenizer.save_pretrained(output_dir / "tokenizer")
         write_json(output_dir / "environment.json", runtime.environment(identity))
     tracking = Tracking(accelerator)
-    if not dry_run:
+    if mode == Mode.TRAIN:
         tracking.start(config, output_dir, num_steps)
     say(
         start_block(config, identity, model_facts, data, num_steps, tracking.description),
         *map(printable, notes),
         sep="\n",
     )
-    if dry_run:
+    if mode == Mode.DRY_RUN:
         try_everything(accelerator, model, optimizer, data, order, config)
         runtime.close(accelerator)
         return 0
-
-    # The loop
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
-    micro_batches = MicroBatches(
-        order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
-        num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=num_steps,
-    )  # fmt: skip
-    loader = build_loader(
-        data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
-    )
-    runtime.warm_up(accelerator, model, data.train[0])
-    gradients, pace = runtime.Gradients(accelerator, model), runtime.Pace(accelerator, model)
-    watch = Watch(
-        accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
-        found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
-    )  # fmt: skip
-    saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> EvaluationResult:
@@ -155,6 +136,27 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
         tracking.log(progress.step, result.metrics())
         bar.show_evaluation(progress.step, result)
         return result
+
+    if mode == Mode.EVAL_ONLY:
+        evaluate_and_log()
+        runtime.close(accelerator)
+        return 0
+
+    # The loop
+    micro_batches = MicroBatches(
+        order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
+        num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=num_steps,
+    )  # fmt: skip
+    loader = build_loader(
+        data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
+    )
+    runtime.warm_up(accelerator, model, data.train[0])
+    gradients, pace = runtime.Gradients(accelerator, model), runtime.Pace(accelerator, model)
+    watch = Watch(
+        accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
+        found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
+    )  # fmt: skip
+    saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
 
     # A stop saves at once and leaves an evaluation that was due to the run that goes on.
     if (
@@ -281,39 +283,8 @@ def train(config: Config, stop_request: StopRequest, dry_run: bool = False) -> i
 
 
 def main(arguments: list[str]) -> int:
-    """Parse, train, and turn every way to end into its exit code and its `summary.json`."""
-    config, dry_run, status, code, reason, speaks = None, False, "failed", 1, "", None
-    try:
-        parsed = parse_train_arguments(arguments, DEFAULT_RECIPE)
-        if parsed is None:
-            return 0
-        config, dry_run = parsed
-        die_with_launcher()
-        with StopRequest(Path(config.output_dir), config.training.max_minutes).listening() as stop_request:
-            return train(config, stop_request, dry_run)
-    except Preempted as stop:
-        status, code, reason = stop.status, stop.exit_code, str(stop)
-        print(reason, file=sys.stderr)
-    except UserError as error:
-        status, code, reason = error.status, error.exit_code, str(error)
-        print_problems(error)
-    except KeyboardInterrupt:
-        status, code, reason = "interrupted", EXIT_INTERRUPTED, "interrupted outside the loop; nothing new to save"
-        print(reason, file=sys.stderr)
-    except Exception as error:
-        from acc_lm.runtime import explain
-
-        reason = f"{type(error).__name__}: {error}"
-        explained = explain(error, config)
-        if explained is None:
-            print(redact(traceback.format_exc()), file=sys.stderr)
-            return code
-        status, code, reason, speaks = explained.status, explained.exit_code, str(explained), explained.speaks
-        print_problems(explained)
-    finally:
-        if reason:
-            write_failure(config.output_dir if config and not dry_run else None, status, code, reason, speaks)
-    return code
+    """What the command line asks for; returns the exit code."""
+    return run_to_its_end(train, arguments, DEFAULT_RECIPE)
 
 
 if __name__ == "__main__":

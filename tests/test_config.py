@@ -11,7 +11,7 @@ import pytest
 from processes import ROOT
 from pydantic import ValidationError
 
-from acc_lm.cli.arguments import parse_train_arguments
+from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.config import Config, learned_changes
 from acc_lm.errors import ConfigError
 from acc_lm.recipe import FOREIGN_NAMES, describe_keys, dump_config, json_schema, load_config, markdown
@@ -195,17 +195,19 @@ def test_options_with_dashes_are_answered() -> None:
 
 def test_a_dry_run_is_asked_for_beside_the_recipe() -> None:
     """It may stand anywhere, and it is no part of the recipe: the same run follows it."""
-    for arguments, dry_run in (
-        ([], False),
-        (["--dry-run"], True),
-        (["seed=3", "--dry-run", "training.log_every=1"], True),
+    for arguments, mode in (
+        ([], Mode.TRAIN),
+        (["--dry-run"], Mode.DRY_RUN),
+        (["seed=3", "--dry-run", "training.log_every=1"], Mode.DRY_RUN),
+        (["seed=3", "--eval-only"], Mode.EVAL_ONLY),
     ):
         parsed = parse_train_arguments(arguments, QUICKSTART)
         assert parsed is not None
         overrides = [argument for argument in arguments if "=" in argument]
-        assert parsed == (load_config(QUICKSTART, overrides), dry_run)
+        assert parsed == (load_config(QUICKSTART, overrides), mode)
     with pytest.raises(
-        ConfigError, match=r"must be --config, --dry-run, --print-config or section\.key=value, got '--dry_run'"
+        ConfigError,
+        match=r"must be --config, --dry-run, --eval-only, --print-config or section\.key=value, got '--dry_run'",
     ):
         parse_train_arguments(["--dry_run"], QUICKSTART)
 

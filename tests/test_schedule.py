@@ -60,3 +60,22 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     assert rate(1000) == pytest.approx(0.1, rel=1e-2)
     with pytest.raises(ConfigError, match="num_decay_steps"):
         build_schedule(ScheduleConfig(name="warmup_stable_decay", warmup_steps=1), OptimizerConfig(), 10)
+
+
+@pytest.mark.parametrize(("how", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_rates_scale_with_the_global_batch_as_asked(how: str, factor: float) -> None:
+    """Peak and minimum alike, against the batch that they were chosen for, and never against the number of processes."""
+    values = {"name": "cosine", "warmup_steps": 3, "min_learning_rate": 1e-4}
+    plain = build_schedule(ScheduleConfig(**values), OptimizerConfig(learning_rate=1e-3), 40, 64)
+    config = ScheduleConfig(**values, scale_learning_rate=how, reference_batch_size=16)
+    scaled = build_schedule(config, OptimizerConfig(learning_rate=1e-3), 40, 64)
+    for step in (1, 2, 4, 20, 40, 41):
+        assert scaled(step) == pytest.approx(factor * plain(step), rel=1e-12)
+    assert plain(4) == 1e-3
+    assert build_schedule(config, OptimizerConfig(learning_rate=1e-3), 40, 16)(4) == 1e-3
+
+
+@pytest.mark.parametrize("values", [{"scale_learning_rate": "linear"}, {"reference_batch_size": 8}])
+def test_a_scale_needs_its_reference(values: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="reference_batch_size must be set with scale_learning_rate, and only then"):
+        ScheduleConfig(**values)

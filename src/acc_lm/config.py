@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Annotated, Any, Literal
 
@@ -249,6 +250,24 @@ class ScheduleConfig(Section):
     """Rate at the end of the schedule, for those that have one."""
     arguments: dict[str, Any] = {}
     """More arguments of the schedule, e.g. num_decay_steps, num_cycles, power."""
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply the rates by `training.global_batch_size` / `reference_batch_size`, or by its square root."""
+    reference_batch_size: PositiveInt | None = None
+    """Global batch size, in rows, that `optimizer.learning_rate` was chosen for."""
+
+    @model_validator(mode="after")
+    def _scale_has_a_reference(self) -> ScheduleConfig:
+        if (self.scale_learning_rate == "none") != (self.reference_batch_size is None):
+            raise ValueError(
+                f"reference_batch_size must be set with scale_learning_rate, and only then, got {self.reference_batch_size} with "
+                f"{self.scale_learning_rate}; it is the global batch size that optimizer.learning_rate was chosen for"
+            )
+        return self
+
+    def scale(self, global_batch_size: int) -> float:
+        """What the rates are multiplied by for this global batch size."""
+        ratio = global_batch_size / (self.reference_batch_size or global_batch_size)
+        return math.sqrt(ratio) if self.scale_learning_rate == "sqrt" else ratio
 
     @model_validator(mode="after")
     def _minimum_is_used(self) -> ScheduleConfig:

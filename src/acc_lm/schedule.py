@@ -8,10 +8,13 @@ from acc_lm.config import OptimizerConfig, ScheduleConfig
 from acc_lm.errors import ConfigError
 
 
-def build_schedule(config: ScheduleConfig, optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
+def build_schedule(
+    config: ScheduleConfig, optimizer: OptimizerConfig, num_steps: int, global_batch_size: int | None = None
+) -> Callable[[int], float]:
     """Learning rate of step k (first = 1); past `num_steps` the last rate holds.
 
-    The rate of step k is the schedule's factor at k - 1 times the peak, as in transformers' Trainer.
+    The rate of step k is the schedule's factor at k - 1 times the peak, as in transformers' Trainer; the recipe's rates
+    are scaled to `global_batch_size`, when it is given and the recipe says how.
 
     Raises:
         ConfigError: `schedule.arguments` that the schedule does not take, or that it misses.
@@ -20,6 +23,7 @@ def build_schedule(config: ScheduleConfig, optimizer: OptimizerConfig, num_steps
     from transformers import get_scheduler
 
     name, arguments = config.name, dict(config.arguments)
+    scale = config.scale(global_batch_size) if global_batch_size else 1.0
     if config.warmup_steps > num_steps:
         raise ConfigError(
             f"schedule.warmup_steps must be at most the run's {num_steps} steps, got {config.warmup_steps}; lower it"
@@ -29,8 +33,8 @@ def build_schedule(config: ScheduleConfig, optimizer: OptimizerConfig, num_steps
     if name == "cosine" and config.min_learning_rate > 0:
         name = "cosine_with_min_lr"
     if name.endswith("min_lr") and "min_lr_rate" not in arguments:
-        arguments.setdefault("min_lr", config.min_learning_rate)
-    peak = optimizer.learning_rate
+        arguments.setdefault("min_lr", config.min_learning_rate * scale)
+    peak = optimizer.learning_rate * scale
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     try:
         scheduler = get_scheduler(

@@ -1,0 +1,58 @@
+"""`train.py --eval-only`: the newest checkpoint or an existing model, one line in the record, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import ROOT, launcher_environment, run_training
+
+from acc_lm.history import read
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    others = ("metrics.jsonl", "training_curves.png")
+    return {
+        str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name not in others
+    }
+
+
+@pytest.mark.parametrize(("config", "num_processes"), [("single", 1), ("fsdp2", 2), ("deepspeed_zero3", 2)])
+def test_the_newest_checkpoint_is_evaluated_and_nothing_else_changes(
+    config: str, num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run_training([*tiny, "training.eval_every=null"])
+    before, record = files_of(run), read(run)
+    environment = {}
+    if num_processes > 1:
+        environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
+    small = [*tiny, "training.eval_every=null", "training.micro_batch_size=6"]
+    finished = run_training([*small, "--eval-only"], num_processes, environment)
+    assert f"resumed from {run}/checkpoints/step-00000006 at step 6" in finished.output
+    assert files_of(run) == before
+    *old, new = read(run)
+    assert old == record
+    assert new["step"] == 6
+    assert new["eval/loss"] == pytest.approx(record[-1]["eval/loss"], rel=1e-6)
+    assert f"eval loss {new['eval/loss']:.4f}" in finished.output
+
+
+def test_an_existing_model_is_evaluated_at_step_0(tiny: list[str], tmp_path: Path) -> None:
+    run_training([*tiny, "training.eval_every=null"])
+    expected = read(tmp_path / "run")[-1]["eval/loss"]
+    model = ["model.config=null", f"model.name_or_path={tmp_path}/run/final"]
+    other = tmp_path / "other"
+    run_training([*tiny, *model, f"output_dir={other}", "--eval-only"])
+    (entry,) = read(other)
+    assert (entry["step"], entry["eval/loss"]) == (0, pytest.approx(expected, rel=1e-6))
+    assert not (other / "final").exists()
+    assert not (other / "checkpoints").exists()
+
+
+def test_with_nothing_to_evaluate_it_says_so(tiny: list[str], tmp_path: Path) -> None:
+    finished = run_training([*tiny, "--eval-only"], expect=2)
+    assert (
+        "--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint"
+        in finished.errors[0]
+    )
