@@ -68,7 +68,9 @@ def write_failure(output_dir: str | None, status: str, exit_code: int, reason: s
         return
     own = ("status", "exit_code", "reason", "attempt", "time", "host", "rank", "train_loss", "eval_loss")
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
-        if Path(output_dir).is_dir():
+        file = Path(output_dir) / FILE
+        # The main process may have left first; then it has said why.
+        if Path(output_dir).is_dir() and (is_main_process() or not _is_of_this_attempt(file)):
             facts = {key: value for key, value in _previous(Path(output_dir)).items() if key not in own}
             write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=redact(reason), **facts)
 
@@ -93,6 +95,12 @@ def open_output_dir(output_dir: Path) -> None:
         raise ConfigError(
             *(f"{link} must be the run's own, got a link to {os.readlink(link)!r}; remove it" for link in links)
         )
+
+
+def _is_of_this_attempt(file: Path) -> bool:
+    import psutil
+
+    return file.exists() and file.stat().st_mtime > psutil.Process().create_time()
 
 
 def _previous(output_dir: Path) -> dict[str, Any]:

@@ -126,13 +126,11 @@ class Peers:
             others = {peer.host for peer in self._peers} - {platform.node()}
             where = "on this machine" if others else "of them"
             got = f"no answer from one, and all {where} are alive ({' '.join(str(error).split())[:120]})"
-        # A main process that left by itself has said why, and has written it down.
-        is_told = "exit code" in states.get(0, "")
         speaker = min((rank for rank in range(len(self._peers)) if rank not in states), default=0)
         return WorkerLostError(
             f"every process must take part, got: {got}, while process {self._accelerator.process_index} was in {self._phase}; "
             f"the last checkpoint is {last_checkpoint or 'none'}; the same command goes on from there",
-            speaks=self._accelerator.process_index == speaker and not is_told,
+            speaks=self._accelerator.process_index == speaker,
         )
 
     def _states(self) -> dict[int, str]:
