@@ -57,7 +57,7 @@ def test_the_commands_of_the_readme_are_taken() -> None:
                 parse_train_arguments(arguments, ROOT / "recipes/quickstart.yaml")
         else:
             assert program.endswith("acc-lm"), command
-            assert words[0] in ("generate", "parity", "doctor"), command
+            assert words[0] in ("generate", "parity", "doctor", "keep-going"), command
 
 
 def test_the_table_names_every_recipe_and_config() -> None:

@@ -84,6 +84,13 @@ class OutOfMemoryError(UserError):
     status = "out_of_memory"
 
 
+class CrashLoopError(UserError):
+    """The run was started again, and got no further."""
+
+    exit_code = 70
+    status = "crash_loop"
+
+
 class Preempted(UserError):
     """Asked to stop where there was nothing new to save."""
 

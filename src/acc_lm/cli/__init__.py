@@ -83,6 +83,15 @@ def main(arguments: list[str] | None = None) -> int:
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
     convert.add_argument("--tokenizer", metavar="PATH", help="default: the tokenizer/ of the checkpoint's run")
 
+    keep = verbs.add_parser(
+        "keep-going",
+        usage="acc-lm keep-going [--attempts N] [--pause SECONDS] -- accelerate launch ... train.py ...",
+        help="start a run again until it has ended; exit code 70 when that gets it no further",
+    )
+    keep.add_argument("--attempts", type=int, metavar="N", help="at most (default: as many as get it further)")
+    keep.add_argument("--pause", type=float, default=5, metavar="SECONDS", help="between two attempts (default 5)")
+    keep.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
+
     known = parser.parse_args(arguments)
     try:
         verbs_by_name = {
@@ -91,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
             "parity": _parity,
             "checkpoint": _checkpoint,
             "doctor": _doctor,
+            "keep-going": _keep_going,
         }
         return verbs_by_name[known.verb](known)
     except BrokenPipeError:  # `| head`: who reads has seen enough
@@ -181,6 +191,19 @@ def _checkpoint(known: argparse.Namespace) -> int:
     if known.action == "export":
         return checkpoint.export(known.folder, known.output)
     return checkpoint.convert_to_hf(known.folder, known.output, known.tokenizer)
+
+
+def _keep_going(known: argparse.Namespace) -> int:
+    from acc_lm.cli.keep_going import keep_going
+
+    for name, wrong, wanted in (
+        ("attempts", known.attempts is not None and known.attempts < 1, "at least 1"),
+        ("pause", known.pause < 0, "0 or more"),
+    ):
+        if wrong:
+            raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; change it")
+    command = known.command[1:] if known.command[:1] == ["--"] else known.command
+    return keep_going(command, known.attempts, known.pause)
 
 
 def _parity(known: argparse.Namespace) -> int:

@@ -1,0 +1,286 @@
+"""`acc-lm keep-going` and the launcher's own restarts: a run that is killed again and again ends like one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import ROOT, Finished, Launch, run_training
+from test_resume import assert_equal_runs, wait_for
+from test_slurm import STATUSES
+
+# A run without the run: it ends as the next line of `plan` says, and writes what train.py would have written.
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+run = Path(next(word for word in sys.argv if word.startswith("output_dir=")).partition("=")[2])
+plan, log = run.parent / "plan", run.parent / "starts"
+with log.open("a") as file:
+    print(os.getpid(), file=file)
+attempt = len(log.read_text().splitlines())
+status, code, step = json.loads(plan.read_text())[attempt - 1]
+folder = run / "checkpoints" / f"step-{step:08d}"
+if step:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").touch()
+
+
+def leave(*_):
+    global status
+    if status == "waits":
+        status = "preempted"
+    if status != "killed":
+        run.mkdir(exist_ok=True)
+        (run / "summary.json").write_text(
+            json.dumps({"status": status, "exit_code": code, "reason": f"plan {attempt}", "attempt": attempt})
+        )
+    os._exit(1)  # the launcher's
+
+
+signal.signal(signal.SIGTERM, leave)
+if status == "orphan":  # a launcher that dies while its process still saves
+    if os.fork():
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    status = "preempted"
+    (run.parent / "saved").touch()
+if status == "waits":
+    time.sleep(60)
+if attempt > 1 and (run.parent / "orphan").exists():
+    assert (run.parent / "saved").exists(), "the one before still writes"
+leave()
+"""
+FINISHED = ["completed", 0, 9]
+
+
+def keep_going(arguments: list[str]) -> Launch:
+    def run() -> int:
+        from acc_lm.cli import main
+
+        return main(["keep-going", *arguments])
+
+    return Launch(run)
+
+
+class Plan:
+    """What each attempt of a stand-in will do: (status, exit code, newest checkpoint)."""
+
+    def __init__(self, folder: Path, recipe: Path, plan: list[Any]) -> None:
+        self.folder, self.run = folder, folder / "run"
+        (folder / "plan").write_text(json.dumps(plan))
+        (folder / "train.py").write_text(STAND_IN)
+        self.command = [sys.executable, str(folder / "train.py"), "--config", str(recipe), f"output_dir={self.run}"]
+
+    def start(self, *options: str) -> Launch:
+        return keep_going(["--pause", "0", *options, "--", *self.command])
+
+    def finish(self, *options: str) -> Finished:
+        return self.start(*options).wait(60)
+
+    @property
+    def starts(self) -> int:
+        file = self.folder / "starts"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        return values
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_the_status_decides_as_it_does_under_slurm(status: str, tiny_recipe: Path, tmp_path: Path) -> None:
+    code = 42 if status != "completed" else 0
+    plan = Plan(tmp_path, tiny_recipe, [[status, code, 2], FINISHED])
+    finished = plan.finish()
+    assert plan.starts == 1 + STATUSES[status], finished.output
+    assert finished.code == (0 if STATUSES[status] else code)
+    assert f"attempt 1 ended after step 2: {status} (plan 1)" in finished.output
+
+
+def test_killed_without_a_word_it_goes_on_until_it_has_ended(tiny_recipe: Path, tmp_path: Path) -> None:
+    steps = [["killed", 0, 2], ["worker_lost", 7, 4], ["killed", 0, 6], ["preempted", 75, 7], FINISHED]
+    plan = Plan(tmp_path, tiny_recipe, steps)
+    finished = plan.finish()
+    assert (finished.code, plan.starts) == (0, 5), finished.output
+    assert "attempt 3 ended after step 6: killed (it left no word); starting again in 0 s" in finished.output
+
+
+def test_two_attempts_that_end_at_the_same_step_are_the_last(tiny_recipe: Path, tmp_path: Path) -> None:
+    steps = [["killed", 0, 2], ["worker_lost", 7, 4], ["killed", 0, 4], FINISHED]
+    plan = Plan(tmp_path, tiny_recipe, steps)
+    finished = plan.finish()
+    assert (finished.code, plan.starts) == (70, 3), finished.output
+    assert finished.errors == [
+        "error: attempt 2 ended after step 4: worker_lost (plan 2)",
+        "error: attempt 3 ended after step 4: killed (it left no word)",
+        "error: a new attempt must get further than the one before, got step 4 twice; see above what ends them, and "
+        "start again when it is mended",
+    ]
+    assert (plan.summary["status"], plan.summary["exit_code"]) == ("crash_loop", 70)
+    assert "attempt 2 ended after step 4: worker_lost" in plan.summary["reason"]
+    assert "attempt 3 ended after step 4: killed" in plan.summary["reason"]
+
+
+def test_a_run_that_never_gets_to_a_checkpoint_is_no_endless_one(tiny_recipe: Path, tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [["killed", 0, 0]] * 9)
+    plan.run.mkdir()
+    finished = plan.finish()
+    assert (finished.code, plan.starts) == (70, 2), finished.output
+    assert plan.summary["status"] == "crash_loop"
+
+
+def test_no_more_attempts_than_were_allowed(tiny_recipe: Path, tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, step] for step in range(1, 9)])
+    assert (plan.finish("--attempts", "3").code, plan.starts) == (75, 3)
+
+
+def test_a_person_who_makes_the_file_stop_wants_an_end(tiny_recipe: Path, tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, 2], FINISHED])
+    (tmp_path / "train.py").write_text(STAND_IN.replace('f"plan {attempt}"', '"the file STOP"'))
+    assert (plan.finish().code, plan.starts) == (75, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["running", "pausing"])
+def test_a_signal_is_passed_on_and_nothing_is_started_after_it(
+    when: str, number: int, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    first = ["waits", 75, 2] if when == "running" else ["preempted", 75, 2]
+    plan = Plan(tmp_path, tiny_recipe, [first, FINISHED])
+    (tmp_path / "train.py").write_text(STAND_IN.replace("SIGTERM, leave", f"{signal.Signals(number).name}, leave"))
+    launch = plan.start("--pause", "60" if when == "pausing" else "0")
+    if when == "running":
+        wait_for(tmp_path / "run/checkpoints/step-00000002/manifest.json")
+        time.sleep(0.3)
+    else:
+        while "starting again in 60 s" not in launch.outputs()[0]:
+            time.sleep(0.01)
+    os.kill(launch.pids[0], number)
+    finished = launch.wait(20)
+    assert (finished.code, plan.starts) == (75, 1), finished.output
+    assert plan.summary["status"] == "preempted"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
+def test_what_a_dead_launcher_left_behind_ends_before_the_next_attempt_starts(
+    tiny_recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "orphan").touch()
+    plan = Plan(tmp_path, tiny_recipe, [["orphan", 75, 2], FINISHED])
+    finished = plan.finish()
+    assert (finished.code, plan.starts) == (0, 2), finished.output
+    assert "attempt 1 ended after step 2: preempted" in finished.output
+    assert "the one before still writes" not in finished.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
+def test_when_it_is_killed_itself_nobody_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2]])
+    launch = plan.start()
+    wait_for(tmp_path / "run/checkpoints/step-00000002/manifest.json")
+    time.sleep(0.3)
+    (child,) = psutil.Process(launch.pids[0]).children()
+    os.kill(launch.pids[0], signal.SIGKILL)
+    launch.wait(20)
+    child.wait(20)
+    assert plan.summary["status"] == "preempted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--", "python", "other.py"], "the command after -- must be one that runs train.py, got python other.py"),
+        ([], "the command after -- must be one that runs train.py, got none"),
+        (["--", "nowhere/python", "train.py"], "must be one that can be started, got nowhere/python (No such file"),
+        (["--", "python", "train.py", "optimizer.learing_rate=1"], "did you mean learning_rate?"),
+        (["--", "python", "train.py", "--dry-run"], "must train, got --dry-run"),
+        (["--attempts", "0", "--", "python", "train.py"], "--attempts must be at least 1, got 0"),
+        (["--pause", "-1", "--", "python", "train.py"], "--pause must be 0 or more, got -1"),
+    ],
+)
+def test_what_cannot_be_kept_going_is_one_line(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    finished = keep_going(arguments).wait(20)
+    assert finished.code == 2
+    (line,) = finished.errors
+    assert says in line
+
+
+# With this in the environment each start saves two checkpoints and dies in the third: three times in eight steps.
+STEPS, KILLS, CRASH = 8, 3, {"ACC_LM_CRASH_AT": "before_tmp@3"}
+
+
+def launch_with(options: list[str], arguments: list[str]) -> list[str]:
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
+        "--main_process_port", "0", *options, str(ROOT / "train.py"), *arguments,
+    ]  # fmt: skip
+
+
+def long_enough(recipe: Path, run: Path) -> list[str]:
+    return [
+        "--config", str(recipe), f"output_dir={run}", f"training.max_steps={STEPS}", "training.micro_batch_size=6",
+        "training.log_every=1", "checkpoint.every=1", "checkpoint.keep_last=null",
+    ]  # fmt: skip
+
+
+def check_killed_run(recipe: Path, folder: Path, output: str) -> None:
+    """It was killed as often as it was to be, each time further on, and ended like one that was left alone."""
+    run = folder / "run"
+    for step in (2, 4, 6):
+        assert f"resumed from {run}/checkpoints/step-{step:08d} at step {step}" in output, output
+    run_training(long_enough(recipe, folder / "whole"), 2)
+    assert_equal_runs(folder / "whole", run, STEPS)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("completed", STEPS)
+
+
+def killed_under_keep_going(recipe: Path, folder: Path) -> float:
+    """Seconds that a run of two processes takes when it is killed three times and started again from outside."""
+    began = time.monotonic()
+    code = "import sys; from acc_lm.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "keep-going", "--pause", "0.1", "--"]
+    done = subprocess.run(
+        [*command, *launch_with([], long_enough(recipe, folder / "run"))],
+        env=os.environ | CRASH, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("starting again") == KILLS
+    check_killed_run(recipe, folder, done.stdout)
+    return seconds
+
+
+def killed_under_max_restarts(recipe: Path, folder: Path) -> float:
+    """The same when the launcher itself starts the processes again, of which it is allowed one more than are needed."""
+    began = time.monotonic()
+    options = ["--rdzv_backend", "c10d", "--max_restarts", str(KILLS + 1)]
+    done = subprocess.run(
+        launch_with(options, long_enough(recipe, folder / "run")),
+        env=os.environ | CRASH, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stdout
+    check_killed_run(recipe, folder, done.stdout)
+    return seconds
+
+
+def test_a_run_that_is_killed_three_times_ends_like_one_that_never_was(tiny_recipe: Path, tmp_path: Path) -> None:
+    print(f"{killed_under_keep_going(tiny_recipe, tmp_path):.0f} s")
+
+
+@pytest.mark.slow
+def test_the_launchers_own_restarts_do_too(tiny_recipe: Path, tmp_path: Path) -> None:
+    print(f"{killed_under_max_restarts(tiny_recipe, tmp_path):.0f} s")
