@@ -50,6 +50,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     _refuse_a_hook_that_fails(config, strategy)
     micro_batch_size, accumulation = split_global_batch(training, num_processes)
     _choose_port()
+    _leave_the_store_of_the_dead()
 
     from accelerate import Accelerator
     from accelerate.utils import (
@@ -172,6 +173,11 @@ def _refuse_restarts_that_hang() -> None:
         raise MachineError(
             f"max_restarts must be 0 with the static rendezvous, which hangs after the first death, got {restarts}; add --rdzv_backend c10d"
         )
+    if restarts > 0 and _is_launchers_store() and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        raise MachineError(
+            f"max_restarts must be 0 on several machines, where new processes look for each other at the addresses of the dead ones, got "
+            f"{restarts}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launcher on every machine"
+        )
 
 
 def _refuse_other_dtypes(config: Config, strategy: str) -> None:
@@ -240,11 +246,36 @@ def _refuse_a_hook_that_fails(config: Config, strategy: str) -> None:
 def _choose_port() -> None:
     """One process of its own needs no port that a second run on this machine would also want."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
-        import socket
+        os.environ["MASTER_PORT"] = str(_free_port())
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+
+def _leave_the_store_of_the_dead() -> None:
+    """Processes that a launcher started again meet in a store of their own.
+
+    torch's launcher offers them the one of the attempt before, in which they would find the addresses of processes that
+    are gone, and hang. Process 0 opens another, and says in the old one where.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not _is_launchers_store():
+        return
+    old = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ["RANK"] == "0":
+        old.set(f"port of attempt {attempt}", str(_free_port()))
+    os.environ["MASTER_PORT"] = old.get(f"port of attempt {attempt}").decode()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
+
+
+def _is_launchers_store() -> bool:
+    """Whether processes meet in a store that the launcher keeps, and not in one that process 0 opens."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _rendezvous_problem(error: str) -> str:
