@@ -99,13 +99,15 @@ class Preempted(UserError):
 
 
 def storage_reason(error: BaseException) -> str | None:
-    """The system's words when an error says that a disk is full, read-only or broken; None for any other error."""
+    """The system's words when an error says that a disk is full, read-only, broken or gone; None for any other error."""
     in_text = re.search(
         r"os error (\d+)", str(error)
     )  # safetensors raises a kind of its own with the number in its text
     number = int(in_text[1]) if in_text else getattr(error, "errno", None)
-    kinds = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
-    return os.strerror(number) if number in kinds else None
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    closed = (errno.EROFS, errno.EACCES, errno.EPERM)
+    broken = (errno.EIO, errno.ESTALE, errno.EXDEV)
+    return os.strerror(number) if number in (*full, *closed, *broken) else None
 
 
 def is_main_process() -> bool:

@@ -258,7 +258,8 @@ def _leave_the_store_of_the_dead() -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or not _is_launchers_store():
         return
-    old = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    old = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
     if os.environ["RANK"] == "0":
         old.set(f"port of attempt {attempt}", str(_free_port()))
     os.environ["MASTER_PORT"] = old.get(f"port of attempt {attempt}").decode()

@@ -1,0 +1,214 @@
+"""A disk that is full, read-only or broken: one line and exit code 8, and the checkpoint before is whole and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import ROOT, Finished, Launch, launcher_environment, run_training, start_training
+from test_resume import assert_equal_runs
+from test_stop import wrap
+
+from acc_lm.retention import problem_with
+
+LEVELS = range(5, 100, 10)
+STEPS = 6
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[str | None]:
+    """Mount a file system of its own there; yields why that cannot be done here."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+    try:
+        yield mounted.stderr.decode().strip() if mounted.returncode else None
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def arguments_of(recipe: Path, run: Path) -> list[str]:
+    """A checkpoint of a MB, of which a twentieth is room enough for everything else that a run writes."""
+    return [
+        "--config", str(recipe), f"output_dir={run}", "model.config.hidden_size=64", "model.config.intermediate_size=128",
+        f"training.max_steps={STEPS}", "training.micro_batch_size=6", "training.eval_every=null", "training.log_every=1",
+        "checkpoint.every=2", "checkpoint.keep_last=null",
+    ]  # fmt: skip
+
+
+def start_run(arguments: list[str], num_processes: int = 1, environment: dict[str, str] | None = None) -> Path:
+    """A run that is killed when step 2 is saved and step 4 is not; returns the checkpoint, which must survive."""
+    killed = start_training(arguments, num_processes, (environment or {}) | {"ACC_LM_CRASH_AT": "before_tmp@2"}).wait(
+        60
+    )
+    assert -signal.SIGKILL in killed.codes, killed.outputs
+    run = Path(next(word for word in arguments if word.startswith("output_dir=")).partition("=")[2])
+    return run / "checkpoints/step-00000002"
+
+
+def go_on_with(
+    trouble: Callable[[int], None],
+    arguments: list[str],
+    num_processes: int = 1,
+    environment: dict[str, str] | None = None,
+) -> Finished:
+    """Go on, and let there be trouble from the first step on: nothing was found when the run looked at the disk."""
+
+    def run() -> int:
+        import train
+
+        wrap("acc_lm.step.train_step", lambda: trouble(int(os.environ.get("RANK", "0"))))
+        return train.main(arguments)
+
+    return Launch(run, num_processes, environment).wait(60)
+
+
+def check_what_is_left(finished: Finished, checkpoint: Path, reason: str) -> None:
+    """Every process ended with 8, one line says all, and nothing but whole checkpoints is there."""
+    assert set(finished.codes) == {8}, finished.outputs
+    lines = [line for output in finished.outputs for line in output.splitlines() if line.startswith("error: ")]
+    assert str(checkpoint.parent) in lines[0], lines
+    assert f"got: {reason} (" in lines[0]
+    assert "MiB free" in lines[0]
+    assert not list(checkpoint.parent.glob("tmp-*"))
+    assert list(checkpoint.parent.glob("step-*")) == [checkpoint]
+    assert problem_with(checkpoint) is None
+    assert f"resumed from {checkpoint}" in finished.output
+
+
+def summary_of(checkpoint: Path) -> tuple[str, int]:
+    summary = json.loads((checkpoint.parent.parent / "summary.json").read_text())
+    return summary["status"], summary["exit_code"]
+
+
+def fill_levels(recipe: Path, folder: Path, levels: range = LEVELS) -> str:
+    """Ends runs on a disk that has room for this many percent of a checkpoint; returns how that was done.
+
+    Each goes on from the checkpoint that the one before must have left alone, the last one to the end.
+    """
+    with small_disk(folder / "disk", "size=24m") as not_mounted:
+        run = folder / "disk/run"
+        arguments = arguments_of(recipe, run)
+        checkpoint = start_run(arguments)
+        size = sum(file.stat().st_size for file in checkpoint.iterdir())
+        assert size > 2**20
+        filler = folder / "disk/filler"
+        for level in levels:
+
+            def fill(_: int, room: int = size * level // 100) -> None:
+                if not_mounted:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+                else:
+                    filler.write_bytes(bytes(shutil.disk_usage(run).free - room))
+
+            finished = go_on_with(fill, arguments)
+            filler.unlink(missing_ok=True)
+            reason = os.strerror(errno.EFBIG if not_mounted else errno.ENOSPC)
+            check_what_is_left(finished, checkpoint, reason)
+            assert summary_of(checkpoint) == ("storage_error", 8), level
+        run_training(arguments)
+        run_training(arguments_of(recipe, folder / "whole"))
+        assert summary_of(checkpoint) == ("completed", 0)
+        assert_equal_runs(folder / "whole", run, STEPS)
+    return f"RLIMIT_FSIZE ({not_mounted})" if not_mounted else "a tmpfs"
+
+
+def test_at_every_fill_level_the_checkpoint_before_is_whole_and_used(tiny_recipe: Path, tmp_path: Path) -> None:
+    print(f"{len(LEVELS)} fill levels of {fill_levels(tiny_recipe, tmp_path)}")
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
+def test_when_one_process_of_two_cannot_write_all_say_so(config: str, tiny_recipe: Path, tmp_path: Path) -> None:
+    environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
+    arguments = [*arguments_of(tiny_recipe, tmp_path / "run"), "distributed.timeout_seconds=20"]
+    checkpoint = start_run(arguments, 2, environment)
+
+    def limit(rank: int) -> None:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    finished = go_on_with(limit, arguments, 2, environment)
+    check_what_is_left(finished, checkpoint, os.strerror(errno.EFBIG))
+    assert len(finished.errors) == 1, "of the main process, although it was another that could not write"
+    assert summary_of(checkpoint) == ("storage_error", 8)
+    assert f"resumed from {checkpoint}" in run_training(arguments, 2, environment).output
+
+
+def failing(number: int, name: str) -> Callable[[int], None]:
+    """From now on this call of the system fails, for everything below a folder of checkpoints."""
+
+    def trouble(_: int) -> None:
+        original = getattr(os, name)
+
+        def fail(what: object, *more: object) -> object:
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            if "/checkpoints" in path:
+                raise OSError(number, os.strerror(number), path)
+            return original(what, *more)
+
+        setattr(os, name, fail)
+
+    return trouble
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("fsync", errno.EIO), ("mkdir", errno.EROFS), ("mkdir", errno.EACCES),
+        ("mkdir", errno.ENOSPC), ("rename", errno.EDQUOT), ("rename", errno.EXDEV), ("rename", errno.ESTALE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
+)  # fmt: skip
+def test_whatever_a_file_system_answers_is_the_same_kind_of_error(
+    call: str, number: int, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    arguments = arguments_of(tiny_recipe, tmp_path / "run")
+    checkpoint = start_run(arguments)
+    check_what_is_left(go_on_with(failing(number, call), arguments), checkpoint, os.strerror(number))
+    assert summary_of(checkpoint) == ("storage_error", 8)
+    assert f"resumed from {checkpoint}" in run_training(arguments).output
+
+
+def test_without_inodes_it_is_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=24m,nr_inodes=80") as not_mounted:
+        if not_mounted:
+            pytest.skip(f"a file system with few inodes cannot be mounted here: {not_mounted}")
+        arguments = arguments_of(tiny_recipe, tmp_path / "disk/run")
+        checkpoint = start_run(arguments)
+
+        def use_up(_: int) -> None:
+            left = os.statvfs(tmp_path / "disk").f_ffree
+            for number in range(left - 1):  # the folder can still be made, not a file in it
+                (tmp_path / f"disk/{number}").touch()
+
+        finished = go_on_with(use_up, arguments)
+        check_what_is_left(finished, checkpoint, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_turns_read_only_is_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=24m") as not_mounted:
+        if not_mounted:
+            pytest.skip(f"a file system cannot be mounted here: {not_mounted}")
+        arguments = arguments_of(tiny_recipe, tmp_path / "disk/run")
+        checkpoint = start_run(arguments)
+
+        def turn(_: int) -> None:
+            subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+
+        finished = go_on_with(turn, arguments)
+        assert finished.codes == [8], finished.output
+        (line,) = finished.errors
+        assert os.strerror(errno.EROFS) in line
+        assert str(tmp_path / "disk/run") in line
+        assert [problem_with(folder) for folder in checkpoint.parent.glob("step-*")] == [None]
+        subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "disk")], check=True)
+        assert f"resumed from {checkpoint}" in run_training(arguments).output
