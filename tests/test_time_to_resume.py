@@ -1,0 +1,89 @@
+"""A run goes on at once, however far it has come: what is read before the first step does not depend on its number."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from processes import Launch, run_training
+
+
+def long_run(recipe: Path, run: Path, num_steps: int, *more: str) -> list[str]:
+    """Arguments of a run that saves after a hundredth of its way and just before its end."""
+    return [
+        "--config", str(recipe), f"training.max_steps={num_steps}", "training.eval_every=null", "training.log_every=100",
+        f"checkpoint.every={num_steps // 100}", "checkpoint.keep_last=null", "checkpoint.keep_best=0", *more, f"output_dir={run}",
+    ]  # fmt: skip
+
+
+def until_the_first_step(arguments: list[str], whole: Path, step: int, target: Path) -> dict[str, Any]:
+    """What a run that goes on from this step did before its first one, and the seconds from its start to the end of that."""
+    name = f"step-{step:08d}"
+    (target / "checkpoints").mkdir(parents=True)
+    (target / "checkpoints" / name).symlink_to(whole / "checkpoints" / name)
+    (target / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes())
+    done = {"rows read": 0, "calls for rows": 0, "epochs shuffled": 0}
+    began = time.monotonic()
+
+    def run() -> int:
+        import acc_lm.data
+        import acc_lm.order
+        import acc_lm.step
+        import train
+
+        train_step, getitems, permutation = (
+            acc_lm.step.train_step,
+            acc_lm.data.Rows.__getitems__,
+            acc_lm.order.permutation,
+        )
+
+        def reading(self: acc_lm.data.Rows, rows: list[int]) -> acc_lm.data.Batch:
+            done["rows read"] += len(list(rows))
+            done["calls for rows"] += 1
+            return getitems(self, rows)
+
+        def stepping(*given: Any, **keywords: Any) -> None:
+            train_step(*given, **keywords)
+            done["epochs shuffled"] = permutation.cache_info().misses
+            print(json.dumps({"step": keywords["step"], "seconds": time.monotonic() - began, **done}), flush=True)
+            os._exit(0)
+
+        acc_lm.data.Rows.__getitems__ = reading  # type: ignore[method-assign]
+        acc_lm.step.train_step = stepping  # type: ignore[assignment]
+        permutation.cache_clear()
+        return train.main([*arguments, f"output_dir={target}"])
+
+    finished = Launch(run).wait(60)
+    found: dict[str, Any] = json.loads(finished.output.splitlines()[-1])
+    assert found.pop("step") == step + 1, finished.output
+    return found
+
+
+def test_as_much_is_read_before_the_first_step_early_and_late_in_a_run(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Step 500 is in the sixteenth pass over the rows; all of them would be some 6000 rows."""
+    arguments = long_run(tiny_recipe, tmp_path / "whole", 501)
+    run_training(arguments)
+    early, late = (until_the_first_step(arguments, tmp_path / "whole", step, tmp_path / str(step)) for step in (5, 500))
+    print(early, late)
+    del early["seconds"], late["seconds"]
+    # One row warms up, twelve are a step.
+    assert early == late == {"rows read": 13, "calls for rows": 2, "epochs shuffled": 1}
+
+
+def seconds_to_resume(recipe: Path, folder: Path) -> tuple[float, float, str]:
+    """At 1 % and 99 % of a run over many more tokens: seconds from the start to the end of the first step, and which run."""
+    big = ["data.source=synthetic", "data.files=[]", "data.synthetic_tokens=8000000", "data.sequence_length=512",
+           "training.global_batch_size=32", "training.micro_batch_size=32"]  # fmt: skip
+    arguments = long_run(recipe, folder / "whole", 480, *big)
+    run_training(arguments, timeout=600)
+    seconds = []
+    for step in (4, 476):
+        tries = [
+            until_the_first_step(arguments, folder / "whole", step, folder / f"{step}-{number}")["seconds"]
+            for number in range(5)
+        ]
+        seconds.append(sorted(tries)[2])
+    return seconds[0], seconds[1], "480 steps over 7.9 million tokens"
