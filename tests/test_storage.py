@@ -9,7 +9,10 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -212,3 +215,36 @@ def test_a_disk_that_turns_read_only_is_the_same(tiny_recipe: Path, tmp_path: Pa
         assert [problem_with(folder) for folder in checkpoint.parent.glob("step-*")] == [None]
         subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "disk")], check=True)
         assert f"resumed from {checkpoint}" in run_training(arguments).output
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)
+def test_every_file_of_a_run_has_the_mode_that_the_user_asked_for(mask: int, tiny: list[str], tmp_path: Path) -> None:
+    """safetensors writes 0600 by itself: another user could read neither the model nor a checkpoint."""
+
+    def run() -> int:
+        import train
+
+        os.umask(mask)
+        return train.main([*tiny, "training.micro_batch_size=6"])
+
+    assert Launch(run, 2).wait().codes == [0, 0]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and not path.is_symlink()]
+    parts = {path.relative_to(tmp_path / "run").parts[0] for path in files}
+    assert {"checkpoints", "final", "tokenizer", "summary.json", "metrics.jsonl", "config.yaml"} <= parts
+    assert {str(path): oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {
+        str(path): oct(0o666 & ~mask) for path in files
+    }
+
+
+def test_a_folder_that_cannot_be_written_is_found_in_seconds_before_anything_is_loaded(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "output_dir=/proc/run", "model.config=null", "model.name_or_path=/nowhere/model"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: output_dir must be a folder that can be written, got /proc/run")
+    print(f"{seconds:.1f} s, most of it imports")
+    assert seconds < 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,15 @@ def verify(folder: Path) -> int:
     from acc_lm.checkpoint import read_tensors
     from acc_lm.retention import open_checkpoint
 
+    began = time.monotonic()
     _whole(folder)
     checkpoint, num_tensors, elements = open_checkpoint(folder), 0, 0
     for _, tensor in read_tensors(folder):
         num_tensors, elements = num_tensors + 1, elements + tensor.numel()
-    print(f"{folder} is whole: step {checkpoint.progress.step}, {num_tensors} tensors, {elements:,} numbers")
+    seconds = time.monotonic() - began
+    print(
+        f"{folder} is whole: step {checkpoint.progress.step}, {num_tensors} tensors, {elements:,} numbers, read in {seconds:.1f} s"
+    )
     return 0
 
 
