@@ -11,21 +11,24 @@ from processes import ROOT, launcher_environment, run_training
 
 from acc_lm.cli import main
 
+KINDS = {"single": 1, "fsdp2": 2, "deepspeed_zero1": 2, "deepspeed_zero3": 2}
+DAMAGES = ("missing", "empty", "truncated", "flipped", "of another step")
+
 
 @pytest.fixture(scope="module")
 def runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return finished_runs(tiny_recipe, tmp_path_factory.mktemp("runs"))
+
+
+def finished_runs(recipe: Path, folder: Path) -> dict[str, Path]:
     """The tiny recipe, finished, by one process and by engines that cut tensors differently."""
-    found = {}
-    for config, count in (("single", 1), ("fsdp2", 2), ("deepspeed_zero1", 2), ("deepspeed_zero3", 2)):
-        run = tmp_path_factory.mktemp("runs") / config
+    for config, count in KINDS.items():
         environment = (
             {} if config == "single" else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
         )
-        run_training(
-            ["--config", str(tiny_recipe), "training.micro_batch_size=6", f"output_dir={run}"], count, environment
-        )
-        found[config] = run
-    return found
+        arguments = ["--config", str(recipe), "training.micro_batch_size=6", f"output_dir={folder / config}"]
+        run_training(arguments, count, environment)
+    return {config: folder / config for config in KINDS}
 
 
 @pytest.mark.parametrize("config", ["single", "fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
@@ -91,40 +94,44 @@ def damage(file: Path, how: str, other: Path) -> None:
         del content[len(content) // 2 :]
     elif how == "flipped":
         content[len(content) // 3] ^= 1
-    else:
+    elif how == "of another step":
         content = bytearray((other / file.name).read_bytes())
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("config", ["single", "fsdp2", "deepspeed_zero1", "deepspeed_zero3"])
-def test_every_damage_to_every_file_is_named_and_the_checkpoint_before_is_used(
-    config: str, runs: dict[str, Path], tmp_path: Path
-) -> None:
-    """Asked of the finder itself; that a run starts from what it finds is shown in test_checkpoint.py."""
+def damage_everything(whole: Path, folder: Path) -> int:
+    """Each damage to each file of a run's newest checkpoint must be named, and the checkpoint before found; returns how many.
+
+    Asked of the finder itself; that a run starts from what it finds is shown in test_checkpoint.py.
+    """
     import shutil
 
     from acc_lm.retention import _find
 
-    files = sorted(path.name for path in (runs[config] / "checkpoints/step-00000006").iterdir())
-    assert len(files) == 2 + (1 if config == "single" else 2)
-    for how in ("missing", "empty", "truncated", "flipped", "of another step"):
+    files = sorted(path.name for path in (whole / "checkpoints/step-00000006").iterdir())
+    for how in DAMAGES:
         for name in files:
-            run = tmp_path / f"{how}-{name}"
-            shutil.copytree(runs[config] / "checkpoints", run / "checkpoints", symlinks=True)
+            run = folder / f"{how}-{name}"
+            shutil.copytree(whole / "checkpoints", run / "checkpoints", symlinks=True)
             steps = sorted(path for path in (run / "checkpoints").glob("step-*") if not path.is_symlink())
             newest, before = steps[-1], steps[-2]
             damage(newest / name, how, before)
             found = _find(run, "auto")
             assert found.checkpoint is not None
             assert found.checkpoint.folder == before.resolve(), (how, name)
-            ((folder, problem),) = found.damaged
-            assert folder == newest
+            ((folder_found, problem),) = found.damaged
+            assert folder_found == newest
             # A manifest of another step makes the first file that it lists look wrong.
-            assert name in problem or (name == "manifest.json" and how in ("flipped", "of another step")), (
-                how,
-                name,
-                problem,
-            )
+            is_named = name in problem or (name == "manifest.json" and how in ("flipped", "of another step"))
+            assert is_named, (how, name, problem)
+    return len(DAMAGES) * len(files)
+
+
+@pytest.mark.parametrize("config", KINDS)
+def test_every_damage_to_every_file_is_named_and_the_checkpoint_before_is_used(
+    config: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    assert damage_everything(runs[config], tmp_path) == 5 * (3 if config == "single" else 4)
 
 
 @pytest.mark.parametrize(

@@ -237,3 +237,56 @@ def test_an_ordinary_end_leaves_no_trace(tiny: list[str], tmp_path: Path) -> Non
     assert Launch(run).wait().codes == [0]
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
     assert not [path for path in (tmp_path / "run").rglob("*") if path.name.startswith(("tmp-", "."))]
+
+
+def stop_a_launch(recipe: Path, run: Path, how: str, whom: str) -> float:
+    """Seconds from the request to stop until the launcher and both of its processes are gone; the step must be saved.
+
+    Args:
+        how: a signal's name, STOP (the file) or limit (`training.max_minutes`).
+        whom: launcher or process; only a signal goes to one of them.
+    """
+    limit = 0.2  # minutes
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
+        "--main_process_port", "0", str(ROOT / "train.py"), "--config", str(recipe), f"output_dir={run}", *LONG,
+        "training.micro_batch_size=6", *([f"training.max_minutes={limit}"] if how == "limit" else []),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        while len(workers := psutil.Process(launcher.pid).children()) < 2:
+            time.sleep(0.01)
+        started = time.monotonic()
+        wait_for_a_step(run, 120)
+        asked = time.monotonic()
+        if how == "limit":  # the first imports are counted as ours
+            asked = started + 60 * limit
+        elif how == "STOP":
+            (run / "STOP").touch()
+        else:
+            (psutil.Process(launcher.pid) if whom == "launcher" else workers[1]).send_signal(signal.Signals[how])
+        output = launcher.communicate(timeout=120)[0]
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        seconds = time.monotonic() - asked
+    assert not alive
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("preempted", 75), output
+    assert Path(summary["last_checkpoint"]).name == f"step-{summary['step']:08d}"
+    assert (Path(summary["last_checkpoint"]) / "manifest.json").is_file()
+    return seconds
+
+
+STOPS = [
+    *((number.name, whom) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2) for whom in ("launcher", "process")),
+    ("STOP", "launcher"), ("limit", "launcher"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "whom"), STOPS)
+def test_a_launch_is_gone_seconds_after_it_was_asked_to_stop(
+    how: str, whom: str, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    """A step and a save of this recipe take milliseconds."""
+    seconds = stop_a_launch(tiny_recipe, tmp_path / "run", how, whom)
+    print(f"{how} to the {whom}: {seconds:.1f} s")
+    assert seconds < 5.5
