@@ -253,12 +253,13 @@ def stop_a_launch(recipe: Path, run: Path, how: str, whom: str) -> float:
         "training.micro_batch_size=6", *([f"training.max_minutes={limit}"] if how == "limit" else []),
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
-        while len(workers := psutil.Process(launcher.pid).children()) < 2:
-            time.sleep(0.01)
+        wait_for(run)  # made when the recipe has been read, which is when the limit begins
         started = time.monotonic()
         wait_for_a_step(run, 120)
+        workers = psutil.Process(launcher.pid).children()
+        assert len(workers) == 2
         asked = time.monotonic()
-        if how == "limit":  # the first imports are counted as ours
+        if how == "limit":
             asked = started + 60 * limit
         elif how == "STOP":
             (run / "STOP").touch()
