@@ -277,6 +277,7 @@ def killed_under_max_restarts(recipe: Path, folder: Path) -> float:
     return seconds
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_three_times_ends_like_one_that_never_was(tiny_recipe: Path, tmp_path: Path) -> None:
     print(f"{killed_under_keep_going(tiny_recipe, tmp_path):.0f} s")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from acc_lm.cli.arguments import parse_train_arguments
+from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.errors import ConfigError, CrashLoopError
 from acc_lm.stop import SIGNALS
 from acc_lm.summary import FILE, write_failure
@@ -103,8 +103,10 @@ def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
         )
     script = Path(command[places[0]])
     parsed = parse_train_arguments(command[places[0] + 1 :], script.parent / "recipes" / "quickstart.yaml")
-    if parsed is None or parsed[1]:
-        raise ConfigError("the command after -- must train, got --dry-run or --print-config; run it by itself")
+    if parsed is None or parsed[1] != Mode.TRAIN:
+        raise ConfigError(
+            "the command after -- must train, got --dry-run, --eval-only or --print-config; run it by itself"
+        )
     config, _ = parsed
     return Path(config.output_dir), config.distributed.timeout_seconds
 
