@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from processes import run_training, start_training
 from test_resume import assert_equal_runs
+from test_stop import train_with, wrap
 
 POINTS = {
     "before_tmp": 3, "after_first_file": 3, "before_manifest": 3, "after_manifest_before_rename": 3, "after_rename_before_fsync": 3,
@@ -55,3 +58,62 @@ def test_a_crash_at_a_stage_of_saving_loses_nothing(
     assert_equal_runs(whole[num_processes], run, STEPS)
     assert not list((run / "checkpoints").glob("tmp-*"))
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+
+
+PHASES = {
+    "tokenising": ("acc_lm.data._flush", 2),
+    "building the model": ("acc_lm.model.build_model", 1),
+    "the first step": ("acc_lm.step.train_step", 1),
+    "an evaluation": ("acc_lm.evaluation.release_gathered", 2),
+    "the picture": ("acc_lm.history.draw", 3),
+    "the export": ("acc_lm.export.make_readable", 1),
+    "the model card": ("acc_lm.export.model_card", 1),
+}
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_kill_in_any_other_phase_loses_nothing_either(
+    phase: str, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
+) -> None:
+    """Three times at the same place, then left alone: no half cache and no half model counts, the best is the best."""
+    run = tmp_path / "run"
+    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"data.cache_dir={tmp_path / 'cache'}"]
+    for _ in range(3):
+        finished = train_with(arguments, lambda: wrap(PHASES[phase][0], kill_self, PHASES[phase][1]))
+        if finished.codes != [-signal.SIGKILL]:
+            break  # it resumed behind that place
+        assert not (run / "final" / "README.md").exists(), finished.output
+    else:
+        finished = run_training(arguments)
+    assert finished.code == 0, finished.output
+    assert_equal_runs(whole[1], run, STEPS)
+    best = [os.readlink(folder / "checkpoints/best") for folder in (whole[1], run)]
+    assert best[0] == best[1]
+
+
+def test_what_one_process_of_two_has_not_written_exists_on_none(
+    whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
+) -> None:
+    """Process 1 dies before it writes its part of step 4, when process 0 has written its own."""
+    run = tmp_path / "run"
+    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}"]
+
+    def die() -> None:
+        end = time.monotonic() + 20
+        while not list((run / "checkpoints/tmp-step-00000004").glob("tensors-00000-*")):
+            assert time.monotonic() < end
+        kill_self()
+
+    def prepare() -> None:
+        if os.environ["RANK"] == "1":
+            wrap("acc_lm.saving._write_mine", die, 4)
+
+    assert train_with(arguments, prepare, 2).codes == [7, -signal.SIGKILL]
+    assert not (run / "checkpoints/step-00000004").exists()
+    resumed = run_training(arguments, 2)
+    assert f"resumed from {run}/checkpoints/step-00000003 at step 3" in resumed.output
+    assert_equal_runs(whole[2], run, STEPS)
