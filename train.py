@@ -48,12 +48,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.saving import Saver, check_disk_space
     from acc_lm.schedule import build_schedule
     from acc_lm.step import in_steps, train_step
-    from acc_lm.summary import open_output_dir, write_json, write_summary
+    from acc_lm.summary import write_json, write_summary
     from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
 
     training, output_dir, length = config.training, Path(config.output_dir), config.data.sequence_length
-    open_output_dir(output_dir)
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config, output_dir)
     peers = runtime.Peers(accelerator, config)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,26 @@ def test_two_launches_at_once_find_their_own_processes(tiny: list[str], tmp_path
         environment = json.loads((tmp_path / str(seed) / "environment.json").read_text())
         assert environment["num_processes"] == 2
         assert f"seed: {seed}\n" in (tmp_path / str(seed) / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("mode", [[], ["--eval-only"]])
+def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(
+    mode: list[str], tiny: list[str], tmp_path: Path
+) -> None:
+    """While the first lives; once it is gone, however it went, the folder is free."""
+    run = tmp_path / "run"
+    first = start_training([*tiny, "training.max_steps=4000", "training.eval_every=null", "data.num_workers=1"])
+    end = time.monotonic() + 60
+    while not (run / "checkpoints/step-00000004").exists():
+        assert time.monotonic() < end, first.outputs()
+        time.sleep(0.01)
+    second = run_training([*tiny, *mode], expect=2)
+    (line,) = second.errors
+    assert f"must be in use by one run at a time, got {run}, which process {first.pids[0]} on " in line
+    assert not (run / "summary.json").exists()
+    beside = run_training([*tiny, "--dry-run"])
+    assert "dry run: everything works here" in beside.output
+    os.kill(first.pids[0], signal.SIGKILL)
+    first.wait()
+    more = [*tiny, "training.max_steps=4000", "training.eval_every=null", "training.max_minutes=0.01"]
+    assert "resumed from" in run_training([*more, *mode], expect=None).output

@@ -291,3 +291,48 @@ def test_a_launch_is_gone_seconds_after_it_was_asked_to_stop(
     seconds = stop_a_launch(tiny_recipe, tmp_path / "run", how, whom)
     print(f"{how} to the {whom}: {seconds:.1f} s")
     assert seconds < 10, "5 s are promised, and kept where nothing else runs; the launcher takes most of them"
+
+
+def test_a_process_that_is_stuck_in_a_library_leaves_when_its_launcher_is_gone(tmp_path: Path) -> None:
+    """Python's own handlers wait until the library returns, which may be for ever; here it is a store that nobody fills."""
+    told = tmp_path / "pid"
+
+    def stuck() -> int:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        from acc_lm import stop
+
+        if os.fork():  # the launcher, which goes first
+            while not told.exists():
+                time.sleep(0.01)
+            time.sleep(0.2)
+            return 0
+        stop.STUCK_SECONDS = 1.0
+        with stop.StopRequest(tmp_path).listening():
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+            told.write_text(str(os.getpid()))
+            store.wait(["never"], timedelta(seconds=100))
+        return 0
+
+    launch = Launch(stuck)
+    assert launch.wait().code == 0
+    process = psutil.Process(int(told.read_text()))
+    process.send_signal(signal.SIGTERM)
+    psutil.wait_procs([process], timeout=20)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert "stuck in a library, and the launcher is gone: leaving" in launch.outputs()[0]
+
+
+def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
+    """What was imported before anybody looked at a clock counts too."""
+
+    def run() -> int:
+        time.sleep(1.5)
+        from acc_lm.stop import StopRequest
+
+        request = StopRequest(tmp_path, max_minutes=1.2 / 60)
+        return 75 if request.agreed() == "training.max_minutes" else 1
+
+    assert Launch(run).wait().code == 75

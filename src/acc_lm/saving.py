@@ -314,7 +314,7 @@ def _write_checkpoint(
         on_main(accelerator, make_room, group)
         written: Any
         try:
-            with storage_errors(root):
+            with storage_errors(root, sum(tensor.nbytes for tensor in snapshot.tensors.values())):
                 written = _write_mine(accelerator, work, snapshot)
             crash_point("after_first_file")
         except StorageError as error:
@@ -385,7 +385,8 @@ def flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def storage_errors(root: Path) -> Iterator[None]:
+def storage_errors(root: Path, needed: int = 0) -> Iterator[None]:
+    """Errors of the disk in words, with what is free and what this process needs, in bytes."""
     try:
         yield
     except Exception as error:
@@ -393,8 +394,9 @@ def storage_errors(root: Path) -> Iterator[None]:
         if reason is None:
             raise
         free = shutil.disk_usage(root if root.exists() else root.parent).free
+        wants = f", {needed / 2**20:.1f} MiB needed by one process" if needed else ""
         raise StorageError(
-            f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free); "
+            f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free{wants}); "
             "free some space and start again, the run goes on from the previous checkpoint"
         ) from None
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from acc_lm.errors import EXIT_INTERRUPTED, Preempted, is_main_process
 
@@ -32,6 +36,7 @@ NUMBERS = {
 }
 NAMES = {number: name for name, number in NUMBERS.items()}
 FILE_SECONDS = 0.5
+STUCK_SECONDS = 30.0
 
 
 class StopRequest:
@@ -44,12 +49,14 @@ class StopRequest:
 
     def __init__(self, output_dir: Path, max_minutes: float | None = None) -> None:
         self._output_dir = output_dir
-        self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        running = time.time() - psutil.Process().create_time()  # what is imported takes seconds of the limit too
+        self._end = None if max_minutes is None else time.monotonic() - running + 60 * max_minutes
         self._reason: str | None = None
         self._wants_save = False
         self._started = time.time()
         self._looked = 0.0
         self._first_interrupt: float | None = None
+        self._handled = 0
         self._in_loop = False
         self._group: Any = None
 
@@ -57,11 +64,32 @@ class StopRequest:
     def listening(self) -> Iterator[StopRequest]:
         """Receive signals for as long as the context lasts."""
         before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._leave_if_stuck, args=(reader, os.getppid()), daemon=True, name="stuck").start()
         try:
             yield self
         finally:
+            signal.set_wakeup_fd(wakeup)
+            writer.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _leave_if_stuck(self, signals: socket.socket, launcher: int) -> None:
+        """A process that waits for others inside of a library sees no signal; when its launcher is gone, nobody ends it.
+
+        The system writes the number of each signal into this socket before Python comes to handle it.
+        """
+        while number := signals.recv(1):
+            if number[0] not in SIGNALS:
+                continue
+            end = time.monotonic() + STUCK_SECONDS
+            while self._handled == 0 and time.monotonic() < end:
+                time.sleep(0.1)
+            if self._handled == 0 and os.getppid() != launcher:
+                os.write(2, b"\nstuck in a library, and the launcher is gone: leaving\n")
+                os._exit(128 + number[0])
 
     @contextmanager
     def saving(self, accelerator: Accelerator) -> Iterator[None]:
@@ -83,6 +111,7 @@ class StopRequest:
             self._in_loop = False
 
     def _handle(self, number: int, frame: Any) -> None:
+        self._handled += 1
         now = time.monotonic()
         if number == signal.SIGINT:
             if self._first_interrupt is not None and now - self._first_interrupt > 1.0:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import platform
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from acc_lm.errors import ConfigError, is_main_process
 from acc_lm.redaction import redact
 
 FILE = "summary.json"
+LOCK = ".lock"
 WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
 """What a run writes beside its checkpoints and its trackers' folders, which may be links to another disk."""
 
@@ -58,28 +62,37 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
     )
 
 
-def write_failure(output_dir: str | None, status: str, exit_code: int, reason: str, speaks: bool | None = None) -> None:
+def write_failure(
+    output_dir: str | None,
+    status: str,
+    exit_code: int,
+    reason: str,
+    speaks: bool | None = None,
+    began: float | None = None,
+) -> None:
     """Note how an attempt failed, wherever that can be written; what earlier attempts reached stays.
 
     Args:
         speaks: whether this process is to write it; None: the main one is.
+        began: when this attempt did, by `time.time()`: what the main process has written since is left as it is.
     """
     if output_dir is None or not (is_main_process() if speaks is None else speaks):
         return
     own = ("status", "exit_code", "reason", "attempt", "time", "host", "rank", "train_loss", "eval_loss")
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
         file = Path(output_dir) / FILE
-        # The main process may have left first; then it has said why.
-        if Path(output_dir).is_dir() and (is_main_process() or not _is_of_this_attempt(file)):
+        is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
+        if Path(output_dir).is_dir() and not is_said:
             facts = {key: value for key, value in _previous(Path(output_dir)).items() if key not in own}
             write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=redact(reason), **facts)
 
 
-def open_output_dir(output_dir: Path) -> None:
-    """Make the folder of the run and write to it once, before anything expensive.
+@contextlib.contextmanager
+def open_output_dir(output_dir: Path) -> Iterator[None]:
+    """The folder of the run, made and written to once before anything expensive, and ours alone until the context ends.
 
     Raises:
-        ConfigError: it is a file, cannot be written, or a link in it would lead what is written elsewhere.
+        ConfigError: it is a file, cannot be written, is in use, or a link in it would lead what is written elsewhere.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -95,12 +108,25 @@ def open_output_dir(output_dir: Path) -> None:
         raise ConfigError(
             *(f"{link} must be the run's own, got a link to {os.readlink(link)!r}; remove it" for link in links)
         )
-
-
-def _is_of_this_attempt(file: Path) -> bool:
-    import psutil
-
-    return file.exists() and file.stat().st_mtime > psutil.Process().create_time()
+    if not is_main_process():
+        yield
+        return
+    # A record lock, which no forked worker inherits: it ends with this process, however that ends.
+    with (output_dir / LOCK).open("a+") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                lock.seek(0)
+                raise ConfigError(
+                    f"output_dir must be in use by one run at a time, got {output_dir}, which {lock.read().strip() or 'another process'} "
+                    "writes to; wait for its end, or choose another"
+                ) from None
+        else:  # a file system without locks is no reason not to train
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}")
+            lock.flush()
+        yield
 
 
 def _previous(output_dir: Path) -> dict[str, Any]:

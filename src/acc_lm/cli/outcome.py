@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from acc_lm.cli.arguments import Mode, parse_train_arguments
@@ -12,7 +14,7 @@ from acc_lm.config import Config
 from acc_lm.errors import EXIT_INTERRUPTED, Preempted, UserError, print_problems
 from acc_lm.redaction import redact
 from acc_lm.stop import StopRequest, die_with_launcher
-from acc_lm.summary import write_failure
+from acc_lm.summary import open_output_dir, write_failure
 
 
 def run_to_its_end(
@@ -20,13 +22,18 @@ def run_to_its_end(
 ) -> int:
     """Parse the command line, train, and turn whatever comes of it into the exit code that it stands for."""
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
+    began, is_ours = time.time(), False
     try:
         parsed = parse_train_arguments(arguments, default_recipe)
         if parsed is None:
             return 0
         config, mode = parsed
         die_with_launcher()
-        with StopRequest(Path(config.output_dir), config.training.max_minutes).listening() as stop_request:
+        output_dir = Path(config.output_dir)
+        with StopRequest(output_dir, config.training.max_minutes).listening() as stop_request, ExitStack() as stack:
+            if mode != Mode.DRY_RUN:  # which may try beside a run
+                stack.enter_context(open_output_dir(output_dir))
+                is_ours = mode == Mode.TRAIN
             return train(config, stop_request, mode)
     except Preempted as stop:
         status, code, reason = stop.status, stop.exit_code, str(stop)
@@ -48,6 +55,6 @@ def run_to_its_end(
         status, code, reason, speaks = explained.status, explained.exit_code, str(explained), explained.speaks
         print_problems(explained)
     finally:
-        if reason:
-            write_failure(config.output_dir if config and mode == Mode.TRAIN else None, status, code, reason, speaks)
+        if reason and is_ours and config:
+            write_failure(config.output_dir, status, code, reason, speaks, began)
     return code
