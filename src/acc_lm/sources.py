@@ -274,13 +274,13 @@ def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
 def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | None:
     """The text of a record; None when it has none and the recipe tolerates that."""
     if not isinstance(record, dict):
-        skipped.reject(f"{place}: must be an object with a {column!r}, got {_kind(record)}")
+        skipped.reject(f"{place}: must be an object with a {column!r}, got {kind_of(record)}")
     elif column not in record:
         columns = ", ".join(map(repr, record)) or "none"
         raise DataError(f"{place}: must have a column {column!r}, got {columns}; set data.text_column")
     elif not isinstance(record[column], str):
-        skipped.reject(f"{place}: {column!r} must be a string, got {_kind(record[column])}")
-    elif not _is_unicode(record[column]):
+        skipped.reject(f"{place}: {column!r} must be a string, got {kind_of(record[column])}")
+    elif not is_unicode(record[column]):
         skipped.reject(f"{place}: {column!r} must be Unicode text, got half of a character (a lone surrogate)")
     elif not record[column].strip():
         skipped.reject(f"{place}: {column!r} must hold text, got an empty string")
@@ -289,7 +289,7 @@ def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | No
     return None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """False for text that JSON can spell but UTF-8 cannot."""
     try:
         text.encode()
@@ -298,7 +298,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     names = {"NoneType": "null", "list": "a list", "dict": "an object", "str": "a string", "bool": "a boolean"}
     return names.get(type(value).__name__, "a number")
 
