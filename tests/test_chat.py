@@ -6,14 +6,13 @@ import functools
 import inspect
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import FAMILIES, Family
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -44,7 +43,9 @@ TOOL = {
     "function": {"name": "weather", "description": "What it is like outside.", "parameters": {"type": "object"}},
 }
 MARKERS = " ".join(
-    dict.fromkeys(token for family in FAMILIES.values() for token in (family.bos_token, family.eos_token, *family.special))
+    dict.fromkeys(
+        token for family in FAMILIES.values() for token in (family.bos_token, family.eos_token, *family.special)
+    )
 )
 
 
@@ -209,3 +210,463 @@ def test_targets_are_what_the_assistant_writes_behind_what_generation_sees(name:
             targets=sum(end - start for _, start, end in found),
             dropped_content=int((name, what) in DROPPED),
         ), (name, what)
+
+
+def items_of(
+    record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, train_on: Any = "assistant", max_length: int = LONG
+) -> list[Item]:
+    conversation = read_conversation(record, "messages", "x.jsonl:1")
+    return build_items(conversation, tokenizer, load_template(tokenizer), train_on, max_length)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "num_items"),
+    [
+        ("chatml", "three turns", 1),
+        ("phi3", "three turns", 1),
+        ("llama2", "a system turn before three", 1),
+        ("mistral", "a system turn before three", 3),
+        ("qwen3", "one turn", 1),
+        ("qwen3", "thoughts", 3),
+    ],
+)
+def test_turns_share_an_item_while_the_template_writes_them_the_same_way(name: str, what: str, num_items: int) -> None:
+    items = items_of(CONVERSATIONS[what], tokenizer_of("byte", name))
+    assert len(items) == num_items
+    assert sum(len(runs_of(item)) for item in items) == len(CONVERSATIONS[what]["messages"]) // 2
+
+
+def test_a_token_across_the_start_of_an_answer_does_not_change_what_generation_sees() -> None:
+    tokenizer = tokenizer_of("bpe", "chatml")
+    two = tokenizer.encode("\n\n", add_special_tokens=False)
+    assert len(two) == 1  # the prompt's line break and the answer's would be this token
+    (item,) = items_of({"messages": turns("a", "\n\nb")}, tokenizer)
+    assert two[0] not in item.ids
+    # Once the answer is part of a prompt they are, so the next turn is an item of its own.
+    first, second = items_of({"messages": turns("a", "\n\nb", "c", "d")}, tokenizer)
+    assert first == item
+    assert two[0] in second.ids
+
+
+def test_a_mask_found_by_searching_the_answers_text_is_wrong(
+    chatml: tuple[PreTrainedTokenizerFast, ChatTemplate],
+) -> None:
+    tokenizer, _ = chatml
+    record = CONVERSATIONS["the question repeats the answer"]
+    text = str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans, position = [], 0
+    for message in record["messages"]:
+        if message["role"] == "assistant":
+            position = text.index(message["content"] + "<|im_end|>", position)
+            spans.append((position, position + len(message["content"] + "<|im_end|>")))
+            position += 1
+    searched = [any(start <= a < end for start, end in spans) for a, _ in encoding["offset_mapping"]]
+    (item,) = items_of(record, tokenizer)
+    assert item.ids == encoding["input_ids"][: len(item.ids)]
+    assert item.is_target != searched[: len(item.ids)]
+    assert decoded(tokenizer, item.ids[: runs_of(item)[0][0]]).endswith("<|im_start|>assistant\n")
+
+
+def test_the_last_answer_alone(chatml: tuple[PreTrainedTokenizerFast, ChatTemplate]) -> None:
+    tokenizer, _ = chatml
+    (item,) = items_of(CONVERSATIONS["three turns"], tokenizer, "last_assistant")
+    ((start, end),) = runs_of(item)
+    assert decoded(tokenizer, item.ids[start:]) == "indeed<|im_end|>"
+    assert end == len(item.ids)
+    assert item.ids == items_of(CONVERSATIONS["three turns"], tokenizer)[0].ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_everything_is_what_the_template_writes_in_one_item(name: str) -> None:
+    tokenizer = tokenizer_of("bpe", name)
+    record = CONVERSATIONS["thoughts"]
+    (item,) = items_of(record, tokenizer, "all")
+    assert item.ids == tokenizer.apply_chat_template(record["messages"], return_dict=False)
+    assert item.is_target == [False] + [True] * (len(item.ids) - 1)
+
+
+def test_of_a_prompt_in_messages_only_the_completion_is_learned(
+    chatml: tuple[PreTrainedTokenizerFast, ChatTemplate],
+) -> None:
+    tokenizer, template = chatml
+    said = turns("a", "b", "c", "d", "e", "f")
+    record = {"prompt": said[:3], "completion": said[3:]}
+    conversation = read_conversation(record, "prompt_completion", "x.jsonl:1")
+    (item,), _ = build_items(conversation, tokenizer, template, "completion", LONG)
+    assert [decoded(tokenizer, item.ids[a:b]) for a, b in runs_of(item)] == ["d<|im_end|>", "f<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "metaspace"])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("Two and two is", " four."),
+        ("a\n", "\nb"),
+        ("naïve 日", "本 🙂"),
+        (f"{MARKERS} is", f" {MARKERS}"),
+        ("x", "indeed"),
+    ],
+)
+def test_a_plain_completion_follows_the_ids_of_its_prompt(prompt: str, completion: str, kind: str) -> None:
+    tokenizer = tokenizer_of(kind, "zephyr")
+    conversation = read_conversation({"prompt": prompt, "completion": completion}, "prompt_completion", "x.jsonl:1")
+    (item,), counts = build_items(conversation, tokenizer, None, "completion", LONG)
+    ((start, end),) = runs_of(item)
+    assert item.ids[:start] == tokenizer(prompt, split_special_tokens=True)["input_ids"]
+    assert item.ids[end - 1 :] == [tokenizer.eos_token_id]
+    spoken = (prompt + completion).replace("▁", " ") if kind == "metaspace" else prompt + completion
+    assert decoded(tokenizer, item.ids[:-1]) == spoken
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in MARKERS.split()}
+    assert not special & set(item.ids[:-1])
+    assert counts == ItemCounts(conversations=1, items=1, ids=end, targets=end - start)
+    (whole,), _ = build_items(conversation, tokenizer, None, "all", LONG)
+    assert whole == Item(item.ids, [False] + [True] * (end - 1))
+
+
+def test_a_plain_prompt_starts_with_the_tokenizers_start_token_and_never_with_an_end() -> None:
+    tokenizer = with_tokens(make_tokenizer(TokenizerConfig(kind="byte"), []), FAMILIES["zephyr"])  # type: ignore[arg-type]
+    names = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=names)
+    conversation = read_conversation({"prompt": "ab", "completion": "c"}, "prompt_completion", "x.jsonl:1")
+    (item,), _ = build_items(conversation, tokenizer, None, "completion", LONG)
+    assert decoded(tokenizer, item.ids) == "<s>abc</s>"
+    assert item.is_target == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "phi3"])
+def test_an_item_that_is_too_long_keeps_its_start(name: str) -> None:
+    tokenizer = tokenizer_of("byte", name)
+    template = load_template(tokenizer)
+    conversation = read_conversation(CONVERSATIONS["three turns"], "messages", "x.jsonl:1")
+    whole, all_counts = build_items(conversation, tokenizer, template, "assistant", LONG)
+    for max_length in range(2, max(len(item.ids) for item in whole) + 1):
+        kept, counts = build_items(conversation, tokenizer, template, "assistant", max_length)
+        expected = [item for item in whole if True in item.is_target[:max_length]]
+        assert len(kept) == len(expected)
+        for item, longer in zip(kept, expected, strict=True):
+            assert len(item.ids) <= max_length
+            assert item.is_target[-1]
+            assert True not in longer.is_target[len(item.ids) : max_length]
+            assert (item.ids, item.is_target) == (longer.ids[: len(item.ids)], longer.is_target[: len(item.ids)])
+        assert counts.targets + counts.cut_targets == all_counts.targets
+        assert counts.cut == (counts.cut_targets > 0)
+        assert counts.without_target == (not kept)
+    assert (counts, kept) == (all_counts, whole)
+
+
+# --- what the template leaves out ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "drops"),
+    [
+        ("", {"messages": turns("a", "b", system="Say little.")}, False),
+        ("m.role != 'system'", {"messages": turns("a", "b", system="Say little.")}, True),
+        ("m.role != 'system'", {"messages": turns("Say a.", "b", system="Say")}, True),
+        ("m.role != 'system'", {"messages": turns("a", "b", system=" ")}, False),
+        ("not loop.first", {"messages": turns("Say a.", "b", "c", "d")}, True),
+        ("", {"tools": [TOOL], "messages": turns("a", "b")}, True),
+        ("", {"messages": turns("a", {"role": "assistant", "content": "b", "reasoning_content": "because"})}, True),
+        ("", {"messages": turns("a", {"role": "assistant", "content": "", "tool_calls": [CALL]})}, False),
+        ("", {"messages": turns(f"a {MARKERS}", "b")}, False),
+    ],
+)
+def test_what_a_template_leaves_out_is_counted(template: str, record: dict[str, Any], drops: bool) -> None:
+    tokenizer = tokenizer_of("byte", "chatml")
+    text = FAMILIES["chatml"].without_tags
+    text = text.replace("for m in messages", f"for m in messages if {template}") if "m." in template else text
+    text = (
+        text.replace("{{- m.content + '<", "{{- (m.content if not loop.first else '') + '<")
+        if "loop" in template
+        else text
+    )
+    conversation = read_conversation(record, "messages", "x.jsonl:1")
+    for train_on in ("assistant", "last_assistant", "all"):
+        _, counts = build_items(conversation, tokenizer, replace(load_template(tokenizer), text=text), train_on, LONG)  # type: ignore[arg-type]
+        assert counts.dropped_content == drops
+
+
+def test_counts_are_added_described_and_refused_above_a_threshold() -> None:
+    good = ItemCounts(conversations=1, items=1, ids=10, targets=4)
+    counts = sum([good] * 96, ItemCounts()) + ItemCounts(
+        4, 3, 30, 9, cut=4, cut_targets=7, without_target=1, dropped_content=2
+    )
+    assert describe(counts) == (
+        "100 conversations in 99 items: 393 targets of 990 ids; 4 cut (7 targets lost), 1 without a target, "
+        "2 of which the template leaves something out"
+    )
+    check(counts, 0.04)
+    lines = {
+        0.03: "fit into data.sequence_length, got 4 of 100 cut (4.0%); raise data.sequence_length",
+        0.0: "fit into data.sequence_length, got 4 of 100 cut (4.0%); raise data.sequence_length",
+    }
+    for threshold, says in lines.items():
+        with pytest.raises(DataError) as refusal:
+            check(counts, threshold)
+        assert f"the conversations must {says}, or raise data.max_lossy_share {threshold:g}" == str(refusal.value)
+    with pytest.raises(DataError, match=r"must have a target, got 1 of 100 without one \(1.0%\)"):
+        check(replace(counts, cut=0), 0.005)
+    with pytest.raises(
+        DataError, match=r"be written whole by the chat template, got 2 of 100 .* set data.chat_template"
+    ):
+        check(replace(counts, cut=0), 0.015)
+    with pytest.raises(DataError, match="must have a target, got none in 5"):
+        check(ItemCounts(conversations=5), 1.0)
+
+
+# --- templates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "char"])
+def test_a_tokenizer_without_a_template_gets_ours_and_no_new_token(kind: str) -> None:
+    tokenizer = make_tokenizer(TokenizerConfig(kind=kind, vocab_size=300), [SAID])  # type: ignore[arg-type]
+    size, end = len(tokenizer), tokenizer.eos_token
+    template = load_template(tokenizer)
+    assert (template.text, template.end_token, template.after_end) == (PLAIN_TEMPLATE, end, "\n")
+    assert not template.reads_clock
+    record = {"messages": turns("Who?", f"Me. {end}", f"{end}\nassistant:\nNo{end}", "", system="Say little.")}
+    conversation = read_conversation(record, "messages", "x.jsonl:1")
+    (item,), counts = build_items(conversation, tokenizer, template, "assistant", LONG)
+    assert decoded(tokenizer, item.ids) == (
+        f"system:\nSay little.{end}\nuser:\nWho?{end}\nassistant:\nMe. {end}{end}\n"
+        f"user:\n{end}\nassistant:\nNo{end}{end}\nassistant:\n{end}"
+    )
+    assert item.ids.count(tokenizer.eos_token_id) == 5  # one a turn: what a text spells is text
+    assert [decoded(tokenizer, item.ids[a:b]) for a, b in runs_of(item)] == [f"Me. {end}{end}", end]
+    assert counts.dropped_content == 0
+    assert len(tokenizer) == size
+
+
+def test_our_template_writes_tools_and_a_start_token() -> None:
+    tokenizer = with_tokens(make_tokenizer(TokenizerConfig(kind="byte"), []), FAMILIES["zephyr"])  # type: ignore[arg-type]
+    tokenizer.chat_template = None
+    conversation = read_conversation(CONVERSATIONS["tool turns"], "messages", "x.jsonl:1")
+    (item,), counts = build_items(conversation, tokenizer, load_template(tokenizer), "assistant", LONG)
+    text = decoded(tokenizer, item.ids)
+    assert text.startswith('<s>tools:\n[{"type": "function"')
+    assert text.count("<s>") == 1
+    call = json.dumps([CALL], ensure_ascii=False)
+    written = [decoded(tokenizer, item.ids[a:b]) for a, b in runs_of(item)]
+    assert written == [f"\ncalls:\n{call}</s>", "Grey.</s>", "Any time.</s>"]
+    assert counts.dropped_content == 0
+
+
+def test_a_template_file_wins_over_the_tokenizers_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    tokenizer = tokenizer_of("byte", "chatml")
+    template = load_template(tokenizer, str(file))
+    conversation = read_conversation({"messages": turns("a", "b")}, "messages", "x.jsonl:1")
+    (item,), _ = build_items(conversation, tokenizer, template, "assistant", LONG)
+    assert decoded(tokenizer, item.ids) == "user: a<|im_end|>assistant: b<|im_end|>"
+    assert runs_of(item) == [(len(item.ids) - 2, len(item.ids))]
+
+
+TEMPLATES = {  # text, what the line says after the file's name
+    "no jinja": ("a\nb {% if %}\n", ":2 must write the conversation, got: Expected an expression"),
+    "an unknown block": ("\n\n{% repeat %}", ":3 must write the conversation, got: Encountered unknown tag 'repeat'"),
+    "an undefined name": ("{{ bos_token }}\n{{ person.name }}", ":2 must write the conversation, got: 'person' is undefined"),
+    "a mistake of types": ("\n{{ messages + 1 }}", ":2 must write the conversation, got: can only concatenate list"),
+    "a way out of the sandbox": ("\n\n\n{{ messages.__class__.__mro__[1]() }}", ":4 must write the conversation, got: "),
+    "its own refusal": ("x\n{{ raise_exception('not today') }}", ":2 must write the conversation, got: not today"),
+    "nothing written": ("{% for m in messages %}{% endfor %}", " must end an assistant's turn with a special token"),
+    "no end token": ("{% for m in messages %}{{ m.content }}\n\n{% endfor %}", " must end an assistant's turn with a special token of the tokenizer, got '\\n"),
+    "another generation prompt": (
+        "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}{{ 'assistant<think>' if add_generation_prompt }}",
+        " must begin an assistant's turn with the generation prompt, got 'user",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_cannot_be_used_is_exit_code_2_and_one_line(name: str, tmp_path: Path) -> None:
+    text, says = TEMPLATES[name]
+    file = tmp_path / "own.jinja"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        load_template(tokenizer_of("byte", "chatml"), str(file))
+    assert refusal.value.exit_code == 2
+    assert str(refusal.value).startswith(f"{file}{says}")
+    assert "\n" not in str(refusal.value)
+    assert "data.chat_template" in str(refusal.value)
+
+
+def test_a_template_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.chat_template must be a template file, got .*No such file"):
+        load_template(tokenizer_of("byte", "chatml"), str(tmp_path / "no.jinja"))
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="it is not UTF-8"):
+        load_template(tokenizer_of("byte", "chatml"), str(tmp_path / "bytes.jinja"))
+
+
+def test_an_end_of_turn_that_is_no_special_token_cannot_be_spelt_by_a_text() -> None:
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    tokenizer.add_tokens([AddedToken("<end>", special=False, normalized=False)])
+    tokenizer.chat_template = FAMILIES["chatml"].without_tags.replace("<|im_end|>", "<end>")
+    (item,) = items_of({"messages": turns("a<end>", "b<end>c")}, tokenizer)
+    assert [decoded(tokenizer, item.ids[a:b]) for a, b in runs_of(item)] == ["b<end>c<end>"]
+    assert item.ids.count(tokenizer.convert_tokens_to_ids("<end>")) == 2
+
+
+def test_a_template_that_writes_the_date_says_so(chatml: tuple[PreTrainedTokenizerFast, ChatTemplate]) -> None:
+    _, template = chatml
+    assert replace(template, text="{{ strftime_now('%d') }}" + template.text).reads_clock
+
+
+def test_a_turn_that_the_template_ends_in_another_way_is_refused(
+    chatml: tuple[PreTrainedTokenizerFast, ChatTemplate],
+) -> None:
+    tokenizer, template = chatml
+    text = template.text.replace("{{- m.content }}", "{{- m.content if m.content != 'odd' else '<|im_end|>odd' }}")
+    text = text.replace("{{- '<|im_end|>' }}", "{{- '<|im_end|>' if m.content != 'odd' else '' }}")
+    conversation = read_conversation({"messages": turns("a", "odd")}, "messages", "x.jsonl:7")
+    with pytest.raises(DataError) as refusal:
+        build_items(conversation, tokenizer, replace(template, text=text), "assistant", LONG)
+    assert str(refusal.value).startswith(
+        "x.jsonl:7: the tokenizer's chat template must write turn 1 as its generation prompt"
+    )
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ("text", "text"),
+        ("text id meta", "text"),
+        ("prompt completion", "prompt_completion"),
+        ("prompt prompt_id messages", "messages"),
+        ("messages tools", "messages"),
+        ("instruction input output", "alpaca"),
+        ("instruction output", "alpaca"),
+        ("conversations system id", "sharegpt"),
+    ],
+)
+def test_the_columns_show_the_format(columns: str, expected: str) -> None:
+    assert detect_format(columns.split(), "x.jsonl") == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ("instruction input output text", "which fit text and alpaca; set data.format to text or alpaca"),
+        ("messages conversations", "which fit messages and sharegpt; set data.format to messages or sharegpt"),
+        ("question answer", "got 'question', 'answer'; rename them, or set data.text_column"),
+        ("prompt chosen rejected", "got 'prompt', 'chosen', 'rejected'; rename them"),
+        ("", "got none; rename them"),
+    ],
+)
+def test_columns_that_show_no_format_are_named(columns: str, says: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        detect_format(columns.split(), "x.jsonl")
+    assert says in str(refusal.value)
+    assert str(refusal.value).startswith("x.jsonl: must have the columns of ")
+
+
+def test_another_text_column_counts() -> None:
+    assert detect_format(["body", "id"], "x.jsonl", text_column="body") == "text"
+
+
+def test_what_is_learned_by_default_and_what_cannot_be() -> None:
+    assert choose_train_on("prompt_completion", None) == "completion"
+    assert choose_train_on("sharegpt", None) == "assistant"
+    assert choose_train_on("messages", "last_assistant") == "last_assistant"
+    assert choose_train_on("text", None) == "all"
+    with pytest.raises(
+        ConfigError, match=r"must be assistant or last_assistant or all for data.format alpaca, got completion"
+    ):
+        choose_train_on("alpaca", "completion")
+
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("format", "record", "messages"),
+    [
+        ("alpaca", {"instruction": "Add.", "input": "2, 2", "output": "4"}, turns("Add.\n\n2, 2", "4")),
+        ("alpaca", {"instruction": "Sing.", "input": "", "output": "La."}, turns("Sing.", "La.")),
+        ("alpaca", {"instruction": "Sing.", "input": None, "output": "La.", "system": "Loud."}, turns("Sing.", "La.", system="Loud.")),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            turns("a", "b", system="s"),
+        ),
+        (
+            "sharegpt",
+            {"system": "s", "conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]},
+            turns("a", "b", system="s"),
+        ),
+        ("messages", {"conversations": turns("a", "b")}, turns("a", "b")),
+        ("messages", {"messages": turns("a", CALLED | {"content": None, "name": None})}, turns("a", CALLED)),
+        ("prompt_completion", {"prompt": "a", "completion": "b"}, turns("a", "b")),
+        ("prompt_completion", {"prompt": turns("a"), "completion": turns("a", "b")[1:]}, turns("a", "b")),
+    ],
+)  # fmt: skip
+def test_each_format_becomes_roles(format: Any, record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert list(read_conversation(record, format, "x.jsonl:1").messages) == messages
+
+
+def test_tools_may_be_written_as_json_and_lose_what_a_table_filled_in() -> None:
+    for tools in ([TOOL], json.dumps([TOOL]), [TOOL | {"strict": None}]):
+        conversation = read_conversation({"messages": turns("a", "b"), "tools": tools}, "messages", "x.jsonl:1")
+        assert list(conversation.tools) == [TOOL]
+
+
+def one(**message: Any) -> dict[str, Any]:
+    return {"messages": [message]}
+
+
+BAD: dict[str, tuple[str, Any, str]] = {
+    "no object": ("messages", [1], "must be an object with messages, got a list"),
+    "a missing column": ("alpaca", {"instruction": "a", "input": "b"}, "must have instruction + output for data.format alpaca, got 'instruction', 'input'"),
+    "a null column": ("messages", {"messages": None, "id": 3}, "must have messages for data.format messages, got 'id'"),
+    "no list": ("messages", {"messages": "a"}, "'messages' must be a list of messages, got a string"),
+    "no messages": ("messages", {"messages": []}, "'messages' must hold messages, got an empty list"),
+    "a message that is text": ("messages", {"messages": ["a"]}, "messages[0] must be an object with role and content, got a string"),
+    "no role": ("messages", one(text="a"), "messages[0] must have role and content, got 'text'"),
+    "sharegpt's names": ("messages", one(**{"from": "human", "value": "a"}), "messages[0] must have role and content, got 'from', 'value'"),
+    "messages' names": ("sharegpt", {"conversations": turns("a", "b")}, "conversations[0] must have from and value, got 'role', 'content'"),
+    "a bad role": ("messages", one(role="bot", content="a"), "messages[0].role must be system, user, assistant, tool, got 'bot'"),
+    "a role of the wrong type": ("messages", one(role=["user"], content="a"), "messages[0].role must be system, user, assistant, tool, got ['user']"),
+    "a bad sharegpt role": ("sharegpt", {"conversations": [{"from": "bing", "value": "a"}]}, "conversations[0].from must be system, human, user, gpt, assistant, tool, got 'bing'"),
+    "content of the wrong type": ("messages", one(role="user", content=5), "messages[0].content must be a string, got a number"),
+    "content in parts": ("messages", one(role="user", content=[{"type": "text"}]), "messages[0].content must be a string, got a list"),
+    "no content": ("messages", one(role="user"), "messages[0].content must be a string, got null"),
+    "half a character": ("messages", one(role="user", content="a \ud83d"), "messages[0].content must be Unicode text, got half of a character"),
+    "a noncharacter": ("messages", one(role="user", content="a \ufdd0"), "messages[0].content must be Unicode text, got half of a character or a noncharacter"),
+    "two users": ("messages", {"messages": turns("a", {"role": "user", "content": "b"})}, "messages[1] must be assistant after user, got user"),
+    "the assistant first": ("messages", one(role="assistant", content="a"), "messages[0] must be system or user at the start, got assistant"),
+    "system in between": ("messages", {"messages": turns("a", "b", {"role": "system", "content": "c"})}, "messages[2] must be user or tool after assistant, got system"),
+    "no answer": ("messages", {"messages": turns("a", system="s")}, "messages must end with the assistant's turn, got user"),
+    "an unanswered end": ("sharegpt", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]}, "conversations must end with the assistant's turn, got user"),
+    "a user's call": ("messages", one(role="user", content="a", tool_calls=[CALL]), "messages[0].tool_calls must be the assistant's, got user"),
+    "a call that is text": ("messages", {"messages": turns("a", CALLED | {"tool_calls": "weather()"})}, "messages[1].tool_calls must be a list, got a string"),
+    "a call of nothing": ("messages", {"messages": turns("a", CALLED | {"tool_calls": [{"function": {}}]})}, "messages[1].tool_calls[0] must name its function, got {'function': {}}"),
+    "tools that are no JSON": ("messages", {"messages": turns("a", "b"), "tools": "[{"}, "'tools' must be JSON, got '[{'"),
+    "tools without names": ("messages", {"messages": turns("a", "b"), "tools": [{}]}, "'tools' must be a list of functions with names, got [{}]"),
+    "a weight of its own": ("messages", one(role="user", content="a", weight=0), "messages[0] must be learned or not by data.train_on"),
+    "an empty instruction": ("alpaca", {"instruction": " ", "output": "a"}, "instruction must hold text, got an empty string"),
+    "an output of the wrong type": ("alpaca", {"instruction": "a", "output": 4}, "output must be a string, got a number"),
+    "earlier turns in alpaca": ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "'history' must be empty in data.format alpaca"),
+    "an empty completion": ("prompt_completion", {"prompt": "a", "completion": ""}, "completion must hold text, got an empty string"),
+    "a prompt in messages, a completion in text": ("prompt_completion", {"prompt": turns("a"), "completion": "b"}, "prompt must be a string, got a list"),
+    "a completion by the user": ("prompt_completion", {"prompt": turns("a"), "completion": turns("b")}, "prompt + completion[1] must be assistant after user, got user"),
+    "a prompt that is already answered": ("prompt_completion", {"prompt": turns("a", "b"), "completion": turns("a", "b")[1:]}, "prompt + completion[2] must be user or tool after assistant, got assistant"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_is_exit_code_3_and_one_line_with_its_place(name: str) -> None:
+    format, record, says = BAD[name]
+    with pytest.raises(UserError) as refusal:
+        read_conversation(record, format, "x.jsonl:12")  # type: ignore[arg-type]
+    assert isinstance(refusal.value, DataError)
+    assert refusal.value.exit_code == 3
+    (line,) = refusal.value.problems
+    assert line.startswith(f"x.jsonl:12: {says}")
+    assert "\n" not in line

@@ -574,8 +574,13 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase, is_inside: bool = Fal
     pieces = re.split(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}|[{OPEN}{CLOSE}]", text)  # a template can tear a pair apart
     ids: list[int] = []
     for number, piece in enumerate(pieces):
-        if piece:
-            ids += _encode_piece(piece, tokenizer, is_inside or number > 0, is_text=number % 2 == 1)
+        if not piece:
+            continue
+        found = _encode_piece(piece, tokenizer, is_inside or number > 0, is_text=number % 2 == 1)
+        if number % 2 == 1 and tokenizer.convert_tokens_to_ids(piece) in found:
+            # An end of turn that the tokenizer does not call special is only kept from being one in two parts.
+            found = _encode_piece(piece[:1], tokenizer, True, True) + _encode_piece(piece[1:], tokenizer, True, True)
+        ids += found
     return ids
 
 
