@@ -472,6 +472,7 @@ TEMPLATES = {  # text, what the line says after the file's name
     "a mistake of types": ("\n{{ messages + 1 }}", ":2 must write the conversation, got: can only concatenate list"),
     "a way out of the sandbox": ("\n\n\n{{ messages.__class__.__mro__[1]() }}", ":4 must write the conversation, got: "),
     "its own refusal": ("x\n{{ raise_exception('not today') }}", ":2 must write the conversation, got: not today"),
+    "a refusal in a macro": ("{% macro f() %}\n{{ raise_exception('deep') }}\n{% endmacro %}\n\n{{ f() }}", ":2 must write the conversation, got: deep"),
     "nothing written": ("{% for m in messages %}{% endfor %}", " must end an assistant's turn with a special token"),
     "no end token": ("{% for m in messages %}{{ m.content }}\n\n{% endfor %}", " must end an assistant's turn with a special token of the tokenizer, got '\\n"),
     "another generation prompt": (
