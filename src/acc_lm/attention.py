@@ -3,6 +3,9 @@
 transformers materialises a mask under torch.compile and synchronises the device to look at one in eager mode. A row
 here is always full and causal, so attention is called with `is_causal` and no mask. Whether that is all that a model
 needs is decided by what the model hands over and by comparing outputs, never by its name.
+
+In a row of several documents nobody may look into another one. What says so is made once a batch: a mask on the CPU,
+on a GPU the list of the blocks that FlexAttention has to compute, so that no mask of L x L exists there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm.errors import ConfigError
+
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
 CAUSAL_WITHOUT_MASK = "causal, no mask"
@@ -39,6 +45,7 @@ def causal_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    document_mask: Tensor | BlockMask | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention in transformers' calling convention.
@@ -46,22 +53,87 @@ def causal_attention(
     Args:
         query, key, value: float [B, heads, T, D]; key and value may have fewer heads.
         attention_mask: must be None.
+        document_mask: what `document_mask` made of this batch; None: every row is one document.
 
     Returns:
         float [B, T, heads, D].
     """
     if query.shape[1] % key.shape[1]:  # the fused kernels see this only when they run, not on the meta device
         raise ValueError(f"{query.shape[1]} attention heads cannot share {key.shape[1]} key-value heads evenly")
+    if document_mask is not None and not isinstance(document_mask, Tensor):
+        from transformers.integrations.flex_attention import flex_attention_forward
+
+        if dropout:
+            raise ConfigError(
+                f"the model's attention dropout must be 0 for packed rows on a GPU, got {dropout}; "
+                "set it to 0, or data.packing: false"
+            )
+        output, _ = flex_attention_forward(module, query, key, value, document_mask, scaling=scaling)
+        return output, None
     output = nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
+        attn_mask=document_mask,
         dropout_p=dropout,
         scale=scaling,
-        is_causal=True,
+        is_causal=document_mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
+    """Who may look at whom: every position at those of its own document that are not behind it.
+
+    Args:
+        document_ids: int64 [B, T].
+
+    Returns:
+        bool [B, 1, T, T]; on a GPU FlexAttention's blocks of it.
+    """
+    if document_ids.is_cuda:
+        return block_mask(document_ids)
+    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+
+
+def block_mask(document_ids: Tensor) -> BlockMask:
+    """The same for FlexAttention: which blocks to compute; only in those at an edge single positions are looked at."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def may_look(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
+
+    # Uncompiled it would fill in the whole T x T mask first; inside a compiled model it is compiled with the rest.
+    create = create_block_mask if torch.compiler.is_compiling() else torch.compile(create_block_mask)
+    num_rows, length = document_ids.shape
+    return create(may_look, num_rows, None, length, length, device=document_ids.device)
+
+
+def own_masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
+    """transformers' masks for a model that keeps its own attention, windows and chunks included.
+
+    A document begins where the positions restart. They are made here as `generate` makes them, because not every model
+    looks at the positions when it makes its own.
+    """
+    from transformers.masking_utils import create_masks_for_generate
+
+    return create_masks_for_generate(
+        config=model.config,
+        inputs_embeds=torch.empty(*position_ids.shape, 0, dtype=model.dtype, device=position_ids.device),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
+
+
+def use_block_masks(model: PreTrainedModel) -> str:
+    """On a GPU, for packed rows of an architecture that keeps transformers' own attention; returns the name for people.
+
+    `own_masks` are lists of blocks then, and soft caps and sinks are handed on: no dense mask exists here either.
+    """
+    model.set_attn_implementation("flex_attention")
+    return "transformers' flex_attention"
 
 
 def register_attention() -> str:
@@ -89,7 +161,7 @@ def register_counting_attention() -> str:
     return COUNTING
 
 
-def _probe_length(config: dict[str, Any], sequence_length: int) -> int:
+def probe_length(config: dict[str, Any], sequence_length: int) -> int:
     """Tokens of the probe: more than any window or chunk that the config names and that is shorter than a row."""
     sizes = [value for key, value in config.items() if isinstance(value, int) and ("window" in key or "chunk" in key)]
     return min(sequence_length, max([24, *(size for size in sizes if size < sequence_length)]) + 8)
@@ -122,7 +194,7 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
     AttentionInterface.register(PROBE, probe)
     device = next(model.parameters()).device
     text_config = model.config.get_text_config()
-    length = _probe_length(text_config.to_dict(), sequence_length)
+    length = probe_length(text_config.to_dict(), sequence_length)
     ids = (torch.arange(2 * length, device=device).reshape(2, length) * 7 + 1) % text_config.vocab_size
     was_training = model.training
     model.eval()

@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.attention import CAUSAL_WITHOUT_MASK, choose_attention, register_attention, register_counting_attention
+from acc_lm.attention import (
+    CAUSAL,
+    CAUSAL_WITHOUT_MASK,
+    choose_attention,
+    document_mask,
+    own_masks,
+    probe_length,
+    register_attention,
+    register_counting_attention,
+)
 from acc_lm.config import ModelConfig
 from acc_lm.errors import ConfigError
-from acc_lm.losses import LossSums, loss_sums, summed_loss, sums_of_logits
+from acc_lm.losses import IGNORE_INDEX, LossSums, loss_sums, summed_loss, sums_of_logits
 from acc_lm.tokenizer import first_line
 
 if TYPE_CHECKING:
@@ -52,21 +61,49 @@ class LossHead(nn.Linear):
         return compute(hidden, self.weight, self.bias, targets)
 
 
-def _fused_forward(model: Any, input_ids: Tensor, targets: Tensor | None = None, **keywords: Any) -> Any:
+def _fused_forward(
+    model: Any,
+    input_ids: Tensor,
+    targets: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    **keywords: Any,
+) -> Any:
+    given = _documents(model, position_ids, document_ids)
     if targets is None:
-        return type(model).forward(model, input_ids=input_ids, **keywords)
-    hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+        return type(model).forward(model, input_ids=input_ids, **given, **keywords)
+    hidden = model.base_model(input_ids=input_ids, use_cache=False, **given)[0]
     return model.get_output_embeddings()(hidden, targets)
 
 
-def _logits_forward(model: Any, input_ids: Tensor, targets: Tensor | None = None, **keywords: Any) -> Any:
-    output = type(model).forward(
-        model, input_ids=input_ids, **{"use_cache": False, **keywords} if targets is not None else keywords
-    )
+def _logits_forward(
+    model: Any,
+    input_ids: Tensor,
+    targets: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    **keywords: Any,
+) -> Any:
+    given = _documents(model, position_ids, document_ids) | keywords
     if targets is None:
-        return output
+        return type(model).forward(model, input_ids=input_ids, **given)
+    output = type(model).forward(model, input_ids=input_ids, **{"use_cache": False, **given})
     sums: LossSums = sums_of_logits(output.logits, targets)
     return sums.nll if model.training else sums
+
+
+def _documents(model: Any, position_ids: Tensor | None, document_ids: Tensor | None) -> dict[str, Any]:
+    """What tells the model of the documents in its rows; nothing for rows of one."""
+    if position_ids is None:
+        if document_ids is not None:
+            raise ValueError("position_ids must restart in each of the document_ids, got none")
+        return {}
+    given: dict[str, Any] = {"position_ids": position_ids}
+    if document_ids is not None and model.config._attn_implementation == CAUSAL:
+        given["document_mask"] = document_mask(document_ids)
+    elif document_ids is not None:
+        given["attention_mask"] = own_masks(model, position_ids)
+    return given
 
 
 def build_model(
@@ -205,6 +242,70 @@ def check_model(
             f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}; they would never be trained: "
             "choose another model, or set distributed.find_unused_parameters=true"
         )
+
+
+def check_packing(model: PreTrainedModel, sequence_length: int) -> None:
+    """Does each document of a packed row get the loss and the gradient that it gets alone?
+
+    Asked with the model's own weights and a row longer than any window: each document's loss, and its gradient with
+    respect to what the embeddings put out, which must be exactly 0 in every other document.
+
+    Args:
+        model: on the CPU, as `build_model` returns it; left as it was.
+
+    Raises:
+        ConfigError: it does not, as in recurrent models, or the model takes no positions.
+    """
+    text_config = model.config.get_text_config()
+    total = max(8, min(sequence_length, probe_length(text_config.to_dict(), sequence_length) + 8))
+    lengths = [3, total - 7, 3, 1]  # the last one stands for the padding
+    ids = (torch.arange(total)[None] * 7 + 1) % text_config.vocab_size
+    targets = ids.roll(-1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    was_training = model.training
+    model.eval()
+    try:
+        same = True
+        for chosen in ([1], [0, 2]):  # the long one between two short ones, and they around it
+            mine = torch.isin(documents, torch.tensor(chosen))
+            packed_targets = targets.masked_fill(~mine, IGNORE_INDEX)
+            loss, gradient = _loss_and_gradient(
+                model, input_ids=ids, targets=packed_targets, position_ids=positions, document_ids=documents
+            )
+            alone = [
+                _loss_and_gradient(model, input_ids=ids[documents == n][None], targets=targets[documents == n][None])
+                for n in chosen
+            ]
+            expected, expected_gradient = sum(nll for nll, _ in alone), torch.cat([grad[0] for _, grad in alone])
+            tolerance = 1e-4 if gradient.dtype in (torch.float32, torch.float64) else 5e-2
+            off = (gradient[mine] - expected_gradient).abs().max() / expected_gradient.abs().max()
+            same &= bool(abs(loss / expected - 1) <= tolerance and off <= tolerance and not gradient[~mine].any())
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError):
+        same = False  # its own code takes neither positions nor masks of documents
+    finally:
+        model.train(was_training)
+    if not same:
+        raise ConfigError(
+            f"data.packing must be false for a model of type {model.config.model_type}, got true, which "
+            "changes the losses of the documents in a row; set data.packing: false (padded, no loss changes)"
+        )
+
+
+def _loss_and_gradient(model: PreTrainedModel, **batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss, and its gradient with respect to the embedded ids, [B, T, H]."""
+    seen: list[Tensor] = []
+
+    def cut(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        nll = model(**batch).nll
+        return nll.detach(), torch.autograd.grad(nll, seen[0])[0]
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager
