@@ -75,8 +75,28 @@ def extend_ledger(ledger: str, rows: np.ndarray) -> str:
     return hashlib.blake2b(bytes.fromhex(ledger) + rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
+def by_length(rows: np.ndarray, lengths: np.ndarray, num_processes: int, micro_batch_size: int) -> np.ndarray:
+    """The rows of one global batch, dealt out anew so that rows of about the same length meet in a micro-batch.
+
+    The processes take turns in going first, so that none has all the longest micro-batches. It is the same batch: a sum
+    over it changes by its rounding only.
+
+    Args:
+        rows: int64 [global_batch_size]; process p takes the p-th of `num_processes` equal parts of what is returned.
+        lengths: places that each row of the split takes, int64 [num_rows].
+    """
+    longest_first = rows[np.argsort(-lengths[rows], kind="stable")]
+    micro_batches = longest_first.reshape(-1, num_processes, micro_batch_size)
+    micro_batches[1::2] = micro_batches[1::2, ::-1].copy()
+    return micro_batches.swapaxes(0, 1).reshape(-1)
+
+
 class MicroBatches:
-    """For one process: the row indices of each micro-batch, from step `first_step` to `last_step`."""
+    """For one process: the row indices of each micro-batch, from step `first_step` to `last_step`.
+
+    Args:
+        lengths: of all rows, where they are padded to the longest of a micro-batch; None: all are of one length.
+    """
 
     def __init__(
         self,
@@ -87,24 +107,37 @@ class MicroBatches:
         num_processes: int,
         first_step: int,
         last_step: int,
+        lengths: np.ndarray | None = None,
     ) -> None:
         share = order.global_batch_size // num_processes
         self._order = order
         self._mine = slice(process * share, (process + 1) * share)
         self._num_micro_batches = share // micro_batch_size
         self._steps = range(first_step, last_step + 1)
+        self._lengths, self._shape = lengths, (num_processes, micro_batch_size)
 
     def __len__(self) -> int:
         return len(self._steps) * self._num_micro_batches
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for step in self._steps:
-            yield from np.split(self._order.rows_at(step)[self._mine], self._num_micro_batches)
+            rows = self._order.rows_at(step)
+            if self._lengths is not None:
+                rows = by_length(rows, self._lengths, *self._shape)
+            yield from np.split(rows[self._mine], self._num_micro_batches)
 
 
-def evaluation_batches(num_rows: int, *, batch_size: int, process: int, num_processes: int) -> list[np.ndarray]:
-    """For one process: row indices of each evaluation batch; -1 fills up, so that all processes do the same number."""
+def evaluation_batches(
+    num_rows: int, *, batch_size: int, process: int, num_processes: int, lengths: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """For one process: row indices of each evaluation batch; -1 fills up, so that all processes do the same number.
+
+    Args:
+        lengths: as in `MicroBatches`.
+    """
     rounds = math.ceil(num_rows / (batch_size * num_processes))
     places = np.arange(rounds * num_processes * batch_size).reshape(rounds, num_processes, batch_size)
     places = np.where(places < num_rows, places, -1)
+    if lengths is not None:
+        places = np.append(np.argsort(-lengths[:num_rows], kind="stable"), -1)[places]
     return list(places[:, process])
