@@ -12,6 +12,7 @@ from torch import nn
 
 from acc_lm.data import Rows, build_loader
 from acc_lm.order import evaluation_batches
+from acc_lm.packing import PackedRows
 from acc_lm.runtime import release_gathered
 from acc_lm.step import to_device
 
@@ -51,7 +52,7 @@ class EvaluationResult:
 def evaluate_rows(
     accelerator: Accelerator,
     model: nn.Module,
-    rows: Rows,
+    rows: Rows | PackedRows,
     batch_size: int,
     num_rows: int | None = None,
     between: Callable[[], None] = lambda: None,
@@ -64,7 +65,11 @@ def evaluate_rows(
     """
     num_rows = len(rows) if num_rows is None else min(num_rows, len(rows))
     batches = evaluation_batches(
-        num_rows, batch_size=batch_size, process=accelerator.process_index, num_processes=accelerator.num_processes
+        num_rows,
+        batch_size=batch_size,
+        process=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        lengths=rows.lengths if isinstance(rows, PackedRows) and rows.padded else None,
     )
     device = accelerator.device
     dtype = torch.float32 if device.type == "mps" else torch.float64
