@@ -14,7 +14,7 @@ from test_model import MOE, SeenAttention, build
 from torch import nn
 
 import acc_lm.model
-from acc_lm.attention import CAUSAL, block_mask, choose_attention, document_mask
+from acc_lm.attention import CAUSAL, block_mask, choose_attention, document_mask, use_block_masks
 from acc_lm.errors import ConfigError
 from acc_lm.model import check_packing, install_loss
 from acc_lm.order import MicroBatches, RowOrder, by_length, evaluation_batches
@@ -477,13 +477,37 @@ def test_flex_attention_gives_the_same_sums(name: str, monkeypatch: pytest.Monke
     assert abs(sums.nll.item() / expected[0] - 1) <= 1e-6
 
 
+@pytest.mark.parametrize("name", ["gemma2 soft cap", "mistral window", "llama4 chunks"])
+def test_flex_attention_takes_windows_and_soft_caps(name: str) -> None:
+    batch, expected = case(name)
+    model = make_model(name).eval()
+    use_block_masks(model)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        sums = model(**batch)
+    assert abs(sums.nll.item() / expected[0] - 1) <= 1e-6
+
+
+def test_attention_dropout_is_refused_where_flex_attention_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acc_lm.model, "document_mask", block_mask)
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ConfigError, match=r"attention dropout must be 0 for packed rows on a GPU, got 0.1"),
+    ):
+        model(**case("llama")[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2 soft cap", "mistral window", "gpt_oss sinks"])
 def test_on_a_gpu_packed_is_alone_too(name: str, compiled: bool) -> None:
     batch, expected = case(name)
     model = make_model(name).cuda()
+    if name not in OURS:
+        use_block_masks(model)
     run = torch.compile(model) if compiled else model
     loss = run(**{key: tensor.cuda() for key, tensor in batch.items()})
     loss.backward()
