@@ -432,20 +432,43 @@ def test_the_check_fits_into_any_row(sequence_length: int) -> None:
     check_packing(model, sequence_length)
 
 
-@pytest.mark.parametrize("fault", ["sees the document before", "ignores positions", "leaks a gradient alone"])
+FAULTS = ["sees the document before", "ignores positions", "leaks a gradient", "another loss", "another gradient"]
+
+
+@pytest.mark.parametrize("fault", ["sees all before", *FAULTS])
 def test_the_check_sees_what_it_is_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "gpt2" if fault == "ignores positions" else "llama"
-    model = make_model(name)
-    if fault == "sees the document before":
+    model = make_model("gpt2" if fault == "ignores positions" else "llama")
+    own, head = model.base_model.forward, model.lm_head.forward
+
+    def faulty_head(hidden: torch.Tensor, targets: torch.Tensor) -> Any:
+        if (targets != -100).all():  # a document alone
+            return head(hidden, targets)
+        if fault == "leaks a gradient":
+            return head(hidden + 1e-9 * hidden.mean(dim=1, keepdim=True), targets)
+        if fault == "another gradient":
+            return head(hidden.detach() + 0.5 * (hidden - hidden.detach()), targets)
+        sums = head(hidden, targets)
+        return sums._replace(nll=sums.nll + 1)
+
+    if fault == "sees all before":
         monkeypatch.setattr(acc_lm.model, "document_mask", lambda documents: document_mask(documents // 2))
+    elif fault == "sees the document before":  # the last but one only
+        monkeypatch.setattr(
+            acc_lm.model, "document_mask", lambda documents: document_mask(documents - (documents == 2) * 1)
+        )
     elif fault == "ignores positions":
-        own = model.base_model.forward
         model.base_model.forward = lambda position_ids=None, **keywords: own(**keywords)
     else:
-        head = model.lm_head.forward
-        model.lm_head.forward = lambda hidden, targets: head(hidden + 1e-9 * hidden.mean(dim=1, keepdim=True), targets)
+        model.lm_head.forward = faulty_head
     with pytest.raises(ConfigError, match="changes the losses of the documents in a row"):
         check_packing(model, PLACES)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral window"])
+def test_documents_without_positions_are_refused(name: str) -> None:
+    batch = case(name)[0]
+    with pytest.raises(ValueError, match="position_ids must restart in each of the document_ids, got none"):
+        make_model(name)(**{**batch, "position_ids": None})
 
 
 # --- FlexAttention, which a GPU uses -------------------------------------------------------------------------------
