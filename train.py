@@ -74,7 +74,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     # Text -> rows, after a look at whether the model can run at all
     tokenizer = load_tokenizer(config.tokenizer, config.model)
-    check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, config.distributed.find_unused_parameters)
+    may_be_unused = config.distributed.find_unused_parameters
+    check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
     peers.check_same({"the text": data.key})
     order = RowOrder(config.seed, len(data.train), training.global_batch_size)
@@ -85,8 +86,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     tokenizer = data.tokenizer
     model, model_facts = runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, length, config.seed),
-        lambda facts: build_empty_model(config.model, tokenizer, length, facts),
+        lambda: build_model(config.model, tokenizer, length, config.seed, config.adapter),
+        lambda facts: build_empty_model(config.model, tokenizer, length, facts, config.adapter),
     )
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
@@ -267,9 +268,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         say(f"already complete: step {progress.step} of {num_steps}")
     if result is None:
         result = evaluate()
-    final = export_model(
-        accelerator, model, optimizer, data.tokenizer, output_dir, config, data.facts, result, progress.step
-    )
+    final = export_model(accelerator, model, optimizer, data.tokenizer, config, data.facts, result, progress.step)
     if is_main:
         covers_all = result.num_targets == data.facts.eval_tokens - 1
         compressed = data.facts.compressed_bits_per_byte if covers_all else {}

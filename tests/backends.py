@@ -125,7 +125,7 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
     for override in scenario.overrides:
         key, _, value = override.partition("=")
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = {"true": True, "false": False}.get(value, value)
+        values.setdefault(section, {})[name] = {"true": True, "false": False, "null": None}.get(value, value)
         if value.isdigit():
             values[section][name] = int(value)
     return Config.model_validate(values)
@@ -157,8 +157,8 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
     model, _ = runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, LENGTH, config.seed),
-        lambda facts: build_empty_model(config.model, tokenizer, LENGTH, facts),
+        lambda: build_model(config.model, tokenizer, LENGTH, config.seed, config.adapter),
+        lambda facts: build_empty_model(config.model, tokenizer, LENGTH, facts, config.adapter),
     )
     faults.before_prepare(accelerator)
     optimizer = build_optimizer(model, config.optimizer)

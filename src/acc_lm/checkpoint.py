@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm.adapter import base_checksum
 from acc_lm.errors import CheckpointError
 from acc_lm.progress import Progress
 from acc_lm.retention import Checkpoint
 from acc_lm.runtime import (
     WEIGHT,
+    Piece,
     bare_model,
     gather_objects,
     pieces_of,
@@ -46,16 +48,22 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     """Put the saved state into the prepared model and optimizer, each process its own pieces. Every process calls.
 
     Raises:
-        CheckpointError: the tensors are not those of this model, or do not cover it.
+        CheckpointError: the tensors are not those of this model, or do not cover it, or belong beside another base.
     """
     state = checkpoint.state
+    base = base_checksum(bare_model(model))
+    if state.get("base") != base:
+        raise CheckpointError(
+            f"{checkpoint.folder} must be of an adapter for this base, got one for other weights; "
+            "put back the model that it was trained beside, or choose another output_dir"
+        )
     start_state(optimizer, state["num_updates"])
     with ExitStack() as stack, torch.no_grad():
         parts, shapes = _open_parts(stack, checkpoint.folder)
-        _check_shapes(checkpoint.folder, shapes, whole_shapes(model))
+        _check_shapes(checkpoint.folder, shapes, kept_shapes(model))
         problem = None
         try:
-            for piece in pieces_of(model, optimizer):
+            for piece in kept_pieces(model, optimizer):
                 for kind in piece.kinds:
                     key = f"{kind}/{piece.name}"
                     piece.put(kind, _assemble(checkpoint.folder, key, parts.get(key, []), piece.start, piece.length))
@@ -73,6 +81,20 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     if accelerator.scaler is not None and state["loss_scaler"]:
         accelerator.scaler.load_state_dict(state["loss_scaler"])
     return checkpoint.progress
+
+
+def kept_pieces(model: nn.Module, optimizer: Any) -> list[Piece]:
+    """The pieces on this process that a checkpoint holds: of an adapter, which stands beside a known base, only its own."""
+    is_adapter = base_checksum(bare_model(model)) is not None
+    return [piece for piece in pieces_of(model, optimizer) if piece.is_trained or not is_adapter]
+
+
+def kept_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of each of them."""
+    bare = bare_model(model)
+    is_adapter = base_checksum(bare) is not None
+    trained = {name for name, p in bare.named_parameters() if p.requires_grad}
+    return {name: shape for name, shape in whole_shapes(model).items() if name in trained or not is_adapter}
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -142,7 +164,7 @@ def weights_digest(accelerator: Accelerator, model: nn.Module, optimizer: Any, m
     import xxhash
 
     digest = xxhash.xxh3_128()
-    for piece in pieces_of(model, optimizer):
+    for piece in kept_pieces(model, optimizer):
         for kind in piece.kinds if moments else (WEIGHT,):
             values = piece.get(kind).detach().cpu().contiguous()
             digest.update(f"{kind}/{piece.name}/{piece.start}".encode())
@@ -151,6 +173,9 @@ def weights_digest(accelerator: Accelerator, model: nn.Module, optimizer: Any, m
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that are saved with the weights; beside an adapter all are the base's, which is not saved."""
+    if base_checksum(model) is not None:
+        return
     owners = {f"{path}." if path else "": module for path, module in model.named_modules()}
     for name, buffer in model.named_buffers():
         path, _, last = name.rpartition(".")

@@ -78,6 +78,8 @@ class ModelConfig(Section):
     """Type of the parameters; compute precision is `training.mixed_precision`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute, same result."""
+    freeze: Strings = ()
+    """Parameters that are not trained, by patterns of their names, e.g. `model.embed_tokens.*`; each must match one."""
     resize_embeddings: bool = False
     """Enlarge the embeddings when the tokenizer has more ids than the model."""
     trust_remote_code: bool = False
@@ -94,6 +96,25 @@ class ModelConfig(Section):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config must name a model_type of transformers, got none; add e.g. model_type: llama")
         return self
+
+
+class AdapterConfig(Section):
+    """Train small matrices beside a model that stays as it is, instead of the model itself."""
+
+    kind: Literal["none", "lora"] = "none"
+    """none: train the model; lora: low-rank matrices beside its linear layers (Hu et al., 2021, arXiv:2106.09685)."""
+    rank: PositiveInt = 16
+    """Rank of each pair of matrices."""
+    alpha: PositiveFloat = 32.0
+    """Their product counts alpha / rank times."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the input of the matrices."""
+    target_modules: Strings = ("all-linear",)
+    """Linear layers that get some, by the ends of their names, e.g. [q_proj, v_proj]; all-linear: all but the output head."""
+    use_dora: bool = False
+    """Train the length of each output's weights apart from their direction (Liu et al., 2024, arXiv:2402.09353)."""
+    use_rslora: bool = False
+    """The product counts alpha / sqrt(rank) times (Kalajdzievski, 2023, arXiv:2312.03732)."""
 
 
 class TokenizerConfig(Section):
@@ -358,6 +379,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Decides initial weights, order of the rows and dropout."""
     model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig
@@ -380,7 +402,25 @@ class Config(Section):
                 f"schedule.min_learning_rate must be at most optimizer.learning_rate {self.optimizer.learning_rate}, "
                 f"got {self.schedule.min_learning_rate}; lower it"
             )
+        if self.adapter.kind != "none":
+            self._base_can_be_found_again()
         return self
+
+    def _base_can_be_found_again(self) -> None:
+        """An adapter is used beside the very model that it was trained beside."""
+        model, ways = self.model, "or train the model itself (adapter.kind=none)"
+        if model.name_or_path is None:
+            raise ValueError(
+                f"model.name_or_path must be the model that the adapter is for, got null; name one, {ways}"
+            )
+        if model.freeze:
+            raise ValueError(
+                f"model.freeze must be empty beside an adapter, which freezes all of the model, got {list(model.freeze)}; leave it out, {ways}"
+            )
+        if model.resize_embeddings:
+            raise ValueError(
+                f"model.resize_embeddings must be false beside an adapter, got true; the new rows would be neither trained nor saved: use the model's own tokenizer, {ways}"
+            )
 
 
 # Keys that say where and how a run is carried out, not what it learns: they may change on resume.

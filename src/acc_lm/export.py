@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.checkpoint import make_readable, persistent_buffers
+from acc_lm.adapter import base_checksum, open_adapter, put_beside, save_adapter
+from acc_lm.checkpoint import kept_pieces, kept_shapes, make_readable, persistent_buffers
 from acc_lm.config import Config
 from acc_lm.data import DataFacts
+from acc_lm.errors import ConfigError
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.model import refuse_kernels
 from acc_lm.recipe import dump_config
@@ -25,8 +27,6 @@ from acc_lm.runtime import (
     full_precision,
     gather_tensor,
     on_main,
-    pieces_of,
-    whole_shapes,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def export_model(
     model: nn.Module,
     optimizer: Any,
     tokenizer: PreTrainedTokenizerBase,
-    output_dir: Path,
     config: Config,
     facts: DataFacts,
     result: EvaluationResult,
@@ -47,18 +46,23 @@ def export_model(
 ) -> Path:
     """Write `final/`: weights, config, tokenizer, generation config and model card. Every process calls.
 
-    The folder is written aside and renamed, so a half-written one is never taken for the model.
+    Of an adapter it holds the adapter alone, which names its base. The folder is written aside and renamed, so a half-written
+    one is never taken for the model.
     """
-    folder = output_dir / "final"
-    work = output_dir / "tmp-final"
+    folder = Path(config.output_dir) / "final"
+    work = folder.with_name("tmp-final")
     bare: Any = bare_model(model)
     weights = whole_weights(accelerator, model, optimizer)
 
     def write() -> None:
         shutil.rmtree(work, ignore_errors=True)
-        bare.save_pretrained(work, state_dict=weights)
+        if base_checksum(bare) is None:
+            bare.save_pretrained(work, state_dict=weights)
+        else:
+            source = config.model
+            save_adapter(work, bare, weights, str(source.name_or_path), source.revision, source.dtype)
         tokenizer.save_pretrained(work)
-        num_parameters = sum(math.prod(shape) for shape in whole_shapes(model).values())
+        num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
         (work / "README.md").write_text(model_card(config, facts, result, step, num_parameters))
         for file in work.rglob("*"):
             if file.is_file():
@@ -74,22 +78,23 @@ def export_model(
 def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Full-precision weights and buffers under the model's own names, on the main process; empty on the others.
 
-    Gathered one by one, so only the main process ever holds them all.
+    Only an adapter's own where there is one. Gathered one by one, so only the main process ever holds them all.
     """
     bare = bare_model(model)
     pieces: dict[str, list[Piece]] = {}
-    for piece in pieces_of(model, optimizer):
+    for piece in kept_pieces(model, optimizer):
         pieces.setdefault(piece.name, []).append(piece)
     weights: dict[str, Tensor] = {}
     dtypes = {name: full_precision(model, p) for name, p in bare.named_parameters()}
-    for name, shape in whole_shapes(model).items():
+    for name, shape in kept_shapes(model).items():
         whole = gather_tensor(accelerator, pieces.get(name, []), WEIGHT, shape, dtypes[name])
         if accelerator.is_main_process:
             weights[name] = whole.cpu()
     if accelerator.is_main_process:
         tied = {id(p): name for name, p in bare.named_parameters()}
         for name, p in bare.named_parameters(remove_duplicate=False):
-            weights[name] = weights[tied[id(p)]]
+            if tied[id(p)] in weights:
+                weights[name] = weights[tied[id(p)]]
         weights |= {name: buffer.detach().cpu() for name, buffer in persistent_buffers(bare)}
     return weights
 
@@ -98,10 +103,11 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
     """README.md of the exported model."""
     from huggingface_hub import ModelCardData
 
+    adapter = config.adapter
     data = ModelCardData(
-        library_name="transformers",
+        library_name="transformers" if adapter.kind == "none" else "peft",
         pipeline_tag="text-generation",
-        tags=["acc-lm"],
+        tags=["acc-lm"] if adapter.kind == "none" else ["acc-lm", "lora"],
         base_model=config.model.name_or_path,
     )
     source = {
@@ -116,13 +122,16 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
         if config.model.config
         else f"fine-tuned from `{_plain(str(config.model.name_or_path))}`"
     )
+    what = "A causal language model"
+    if adapter.kind != "none":
+        what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
     return f"""---
 {data.to_yaml()}
 ---
 
 # {name}
 
-A causal language model ({kind}, {num_parameters:,} parameters), trained with acc-lm for {step:,} optimizer steps
+{what} ({kind}, {num_parameters:,} parameters), trained with acc-lm for {step:,} optimizer steps
 of {config.training.global_batch_size} rows of {config.data.sequence_length} tokens.
 
 ## Data
@@ -158,6 +167,53 @@ def _plain(text: str) -> str:
     return "".join(" " if c in "`<>|[]\\" or CONTROL.match(c) else c for c in text)
 
 
+def load_exported(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The model in a folder; for an adapter peft's model, of its base with the adapter in it.
+
+    Raises:
+        ConfigError: its code would have to be trusted, or the adapter's base is another model now.
+        OSError, ValueError: transformers cannot load it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    adapter = open_adapter(folder)
+    where: str | Path = folder
+    how: dict[str, Any] = {}
+    if adapter is not None:
+        where, how = adapter.base, {"revision": adapter.revision}
+    found = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
+    refuse_kernels(found, trust_remote_code, "model")
+    if adapter is not None:
+        how["dtype"] = torch.bfloat16 if adapter.dtype == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(
+        where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
+    )
+    return model if adapter is None else put_beside(adapter, model)
+
+
+def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
+    """One model of an exported adapter and its base, in a new folder that transformers loads like any other.
+
+    Raises:
+        ConfigError: the folder holds no adapter, the base is another model now, or the output is there already.
+    """
+    from transformers import AutoTokenizer
+
+    if open_adapter(folder) is None:
+        raise ConfigError(f"FINAL must be the folder of an adapter, got {folder}; name the final/ of a run with one")
+    if output.exists():
+        raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
+    model = load_exported(folder).float().merge_and_unload().to(dtype)  # summed in float32, whatever comes of it
+    work = output.with_name(f"tmp-{output.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    model.save_pretrained(work)
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(work)
+    for file in work.rglob("*"):
+        if file.is_file():
+            make_readable(file)
+    work.rename(output)
+
+
 def sample_text(
     folder: str | Path,
     prompt: str,
@@ -173,11 +229,10 @@ def sample_text(
     Args:
         temperature: 0 always takes the likeliest token.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    refuse_kernels(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), trust_remote_code, "model")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=trust_remote_code)
+    model = load_exported(Path(folder), trust_remote_code)
     model.eval()
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if ids.shape[1] == 0:

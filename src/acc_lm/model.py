@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm.adapter import SETTINGS, add_adapter, freeze, weights_checksum
 from acc_lm.attention import (
     CAUSAL,
     CAUSAL_WITHOUT_MASK,
@@ -23,7 +24,7 @@ from acc_lm.attention import (
     register_attention,
     register_counting_attention,
 )
-from acc_lm.config import ModelConfig
+from acc_lm.config import AdapterConfig, ModelConfig
 from acc_lm.errors import ConfigError
 from acc_lm.losses import IGNORE_INDEX, LossSums, loss_sums, summed_loss, sums_of_logits
 from acc_lm.tokenizer import first_line
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 FUSED, ON_LOGITS = "fused with the head", "on the model's own logits"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+NO_ADAPTER = AdapterConfig()
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class ModelFacts:
     attention: str
     loss: str
     dropout: float
+    base: str = ""
+    """Checksum of the weights before training, where an adapter stands beside them."""
 
 
 class LossHead(nn.Linear):
@@ -107,14 +111,18 @@ def _documents(model: Any, position_ids: Tensor | None, document_ids: Tensor | N
 
 
 def build_model(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    seed: int,
+    adapter: AdapterConfig = NO_ADAPTER,
 ) -> tuple[PreTrainedModel, ModelFacts]:
     """The model on the CPU, ready to be prepared: `model(input_ids, targets)` returns the summed loss.
 
     From scratch, the weights are a function of the seed alone: drawn on the CPU in float32, whatever trains them.
 
     Raises:
-        ConfigError: no such model, or it does not fit the tokenizer or the rows.
+        ConfigError: no such model, or it does not fit the tokenizer, the rows, the adapter or what is to be frozen.
     """
     from transformers import AutoModelForCausalLM
 
@@ -132,6 +140,8 @@ def build_model(
     with _must_run("model"):
         attention = choose_attention(model, sequence_length)
         loss = install_loss(model)
+    base = weights_checksum(model) if adapter.kind != "none" else ""
+    _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
     facts = ModelFacts(
         num_parameters=sum(p.numel() for p in parameters),
@@ -139,13 +149,18 @@ def build_model(
         attention=attention,
         loss=loss,
         dropout=dropout_of(model),
+        base=base,
     )
     model.train()
     return model, facts
 
 
 def build_empty_model(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, facts: ModelFacts
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    facts: ModelFacts,
+    adapter: AdapterConfig = NO_ADAPTER,
 ) -> PreTrainedModel:
     """What `build_model` returns, with weights that are reserved but neither drawn nor touched.
 
@@ -165,8 +180,16 @@ def build_empty_model(
     if facts.attention == CAUSAL_WITHOUT_MASK:
         model.set_attn_implementation(register_attention())
     _use_loss(model, fused=facts.loss == FUSED)
+    _choose_trained(model, config, adapter, 0, facts.base)
     model.train()
     return model
+
+
+def _choose_trained(model: PreTrainedModel, config: ModelConfig, adapter: AdapterConfig, seed: int, base: str) -> None:
+    """Everything is trained, but for what the recipe freezes, or nothing but an adapter."""
+    freeze(model, config.freeze)
+    if adapter.kind != "none":
+        add_adapter(model, adapter, seed, base)
 
 
 def _fit_to_recipe(
@@ -195,6 +218,7 @@ def check_model(
     vocab_size: int,
     sequence_length: int,
     may_be_unused: bool = False,
+    adapter: AdapterConfig = NO_ADAPTER,
 ) -> None:
     """Before any text is read: can this model be built, and run one row?
 
@@ -228,6 +252,7 @@ def check_model(
                 model_config, dtype=torch.bfloat16, trust_remote_code=config.trust_remote_code
             )
         _do_not_look_for_padding(model)
+        _choose_trained(model, config, adapter, 0, "")
         try:
             logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits
             logits.sum().backward()
@@ -313,6 +338,8 @@ def _must_run(what: str) -> Iterator[None]:
     """Whatever a model's own code raises here, it means that the recipe's model cannot be built or run."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"{what} must be a model that runs, got: {first_line(error)}; change the sizes") from None
 
@@ -412,6 +439,10 @@ def _pretrained_config(config: ModelConfig) -> PreTrainedConfig:
     if looks_local and not Path(name).expanduser().is_dir():
         raise ConfigError(
             f"model.name_or_path must be an existing folder or a Hub id, got {name!r}, which does not exist; check the path"
+        )
+    if Path(name, SETTINGS).is_file():
+        raise ConfigError(
+            f"model.name_or_path must be a whole model, got the adapter {name!r}; make one of it and its base: acc-lm export --merge {name} OUTPUT"
         )
     if Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ConfigError(

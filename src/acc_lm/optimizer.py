@@ -32,7 +32,8 @@ def decayed_names(model: nn.Module) -> set[str]:
     """
     decayed = set()
     for prefix, module in model.named_modules():
-        is_norm = "norm" in type(module).__name__.lower()
+        # Of DoRA's lengths, as of a norm's weights, none is better for being small.
+        is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
         for name, parameter in module.named_parameters(recurse=False):
             if not is_norm and not name.endswith("bias") and not getattr(parameter, "_no_weight_decay", False):
                 decayed.add(f"{prefix}.{name}" if prefix else name)

@@ -29,7 +29,7 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
     changes = learned_changes(old, new)
     if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
         changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
-    binding = [key for key in changes if key.split(".")[0] in ("model", "tokenizer")]
+    binding = [key for key in changes if key.split(".")[0] in ("model", "adapter", "tokenizer")]
     notes = []
     if changes and (binding or not config.checkpoint.allow_changed_recipe):
         ways = f"another output_dir (output_dir={_next_name(config.output_dir)})"

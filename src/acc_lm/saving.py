@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from acc_lm.checkpoint import BUFFER, make_readable, persistent_buffers
+from acc_lm.adapter import base_checksum
+from acc_lm.checkpoint import BUFFER, kept_pieces, kept_shapes, make_readable, persistent_buffers
 from acc_lm.config import CheckpointConfig, Config
 from acc_lm.errors import StorageError, storage_reason
 from acc_lm.progress import Progress
 from acc_lm.retention import FORMAT, MANIFEST, STATE, Found, checksum, is_among_best, rotate
-from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main, pieces_of, whole_shapes
+from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
 from acc_lm.stop import FAILED_SAVE, StopRequest, crash_point
 
 if TYPE_CHECKING:
@@ -250,6 +251,7 @@ def _state_of(
         "mixed_precision": accelerator.mixed_precision,
         "threads": torch.get_num_threads(),
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        "base": base_checksum(bare_model(model)),
         "model_config": bare_model(model).config.to_dict(),  # type: ignore[union-attr, operator]
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
@@ -272,7 +274,7 @@ def _take_snapshot(
             copy = copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         tensors[key] = copy.copy_(tensor, non_blocking=True)
 
-    for piece in pieces_of(model, optimizer):
+    for piece in kept_pieces(model, optimizer):
         first, last = piece.share()
         if last > first:
             starts[piece.name] = piece.start + first
@@ -283,7 +285,7 @@ def _take_snapshot(
             keep(f"{BUFFER}/{name}", buffer)
     if copies is not None and accelerator.device.type == "cuda":
         torch.cuda.synchronize(accelerator.device)
-    return Snapshot(tensors, {"starts": starts, "shapes": whole_shapes(model)}, state)
+    return Snapshot(tensors, {"starts": starts, "shapes": kept_shapes(model)}, state)
 
 
 def _write_checkpoint(
@@ -411,7 +413,7 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     planned = 1 + (num_steps // config.every if config.every else 0)
     kept = planned if config.keep_last is None else min(planned, config.keep_last + config.keep_best)
     widths = {name: p.element_size() for name, p in bare_model(model).named_parameters()}
-    size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in whole_shapes(model).items())
+    size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in kept_shapes(model).items())
     there = sum(file.stat().st_size for file in root.glob("step-*/*"))
     needed = (kept + 1) * size - there  # one more than is kept: the new one is whole before an old one goes
     free = shutil.disk_usage(output_dir).free

@@ -29,6 +29,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     generate.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
 
+    export = verbs.add_parser("export", help="make another model folder of an exported one")
+    export.add_argument("final", type=Path, metavar="FINAL", help="folder of an adapter, e.g. runs/lora/final")
+    export.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        required=True,
+        help="one model of the adapter and its base, for transformers alone",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type of the weights written (default float32)",
+    )
+
     recipe = verbs.add_parser("recipe", help="print the reference of all recipe keys")
     recipe.add_argument(
         "format", choices=("schema", "markdown"), help="schema: recipes/schema.json; markdown: docs/recipe.md"
@@ -96,6 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         verbs_by_name = {
             "generate": _generate,
+            "export": _export,
             "recipe": _recipe,
             "parity": _parity,
             "checkpoint": _checkpoint,
@@ -111,8 +128,33 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
 
 
+def _export(known: argparse.Namespace) -> int:
+    import torch
+
+    from acc_lm.export import merge
+    from acc_lm.runtime import quiet_libraries
+
+    quiet_libraries()
+    try:
+        merge(known.final, known.output, getattr(torch, known.dtype))
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _not_loadable("FINAL", known.final, error) from None
+    print(f"wrote {known.output}: AutoModelForCausalLM.from_pretrained({str(known.output)!r}) loads it")
+    return 0
+
+
+def _not_loadable(key: str, folder: Path, error: Exception) -> ConfigError:
+    from acc_lm.tokenizer import first_line
+
+    return ConfigError(
+        f"{key} must be a model that transformers loads without code of its own, got {folder}: {first_line(error)}"
+    )
+
+
 def _generate(known: argparse.Namespace) -> int:
-    if not (known.model / "config.json").is_file():
+    if not any((known.model / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(f"model must be the folder of an exported model, got {known.model}; name the final/ of a run")
     for name, wrong, wanted in (
         ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
@@ -124,7 +166,6 @@ def _generate(known: argparse.Namespace) -> int:
     from acc_lm.export import sample_text
     from acc_lm.redaction import printable
     from acc_lm.runtime import quiet_libraries
-    from acc_lm.tokenizer import first_line
 
     quiet_libraries()
     try:
@@ -135,9 +176,7 @@ def _generate(known: argparse.Namespace) -> int:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model must be one that transformers loads without code of its own, got {known.model}: {first_line(error)}"
-        ) from None
+        raise _not_loadable("model", known.model, error) from None
     print(printable(text, keep="\n\t"))
     return 0
 
