@@ -71,6 +71,10 @@ def different(
 def assert_equal_runs(run: Path, other: Path, step: int = STEPS) -> None:
     assert different(tensors_of(run, step), tensors_of(other, step)) == [], "weights and optimizer state"
     assert (run / "final/model.safetensors").read_bytes() == (other / "final/model.safetensors").read_bytes()
+    assert_equal_logs(run, other)
+
+
+def assert_equal_logs(run: Path, other: Path) -> None:
     assert metrics_of(run) == metrics_of(other)
     ledgers = [json.loads((folder / "summary.json").read_text())["ledger"] for folder in (run, other)]
     assert ledgers[0] == ledgers[1]

@@ -11,6 +11,7 @@ checksum of its weights: checkpoints and exports hold the adapter alone, and are
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,13 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.config import AdapterConfig
+from acc_lm.config import AdapterConfig, ModelConfig
 from acc_lm.errors import ConfigError
+from acc_lm.tokenizer import first_line
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+BASE = "base.json"
+"""Checksum and type of the base's weights; apart, for peft drops settings that it does not know."""
 ALL = "all-linear"
 NAME = "default"
 """peft's name of an adapter that has none; stands in the names of its parameters."""
@@ -41,17 +46,9 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
     Raises:
         ConfigError: `target_modules` names something else than linear layers of the model.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.dropout,
-        target_modules=_targets(model, config),
-        use_dora=config.use_dora,
-        use_rslora=config.use_rslora,
-    )
+    lora = lora_settings(config, _targets(model, config))
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -59,6 +56,21 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
         )  # of layers that store their weight the other way round, which peft then respects
         get_peft_model(model, lora)
     model.base_checksum = base  # type: ignore[assignment]
+
+
+def lora_settings(config: AdapterConfig, target_modules: list[str]) -> LoraConfig:
+    """The recipe's section in peft's words."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=target_modules,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+    )
 
 
 def base_checksum(model: nn.Module) -> str | None:
@@ -125,34 +137,38 @@ def weights_checksum(model: nn.Module) -> str:
 
 
 def save_adapter(
-    folder: Path, model: Any, weights: dict[str, Tensor], name_or_path: str, revision: str | None, dtype: str
+    folder: Path, weights: dict[str, Tensor], settings: LoraConfig, model: ModelConfig, checksum: str
 ) -> None:
     """Write what peft and transformers load: the adapter's own weights and settings, which name the base.
 
     Args:
         weights: whole, under the names that they have in the model.
-        dtype: in which the base was loaded for training; its checksum is of that.
+        model: where the base is from.
+        checksum: of the base's weights.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    as_peft_names_them = {
-        f"base_model.model.{name}".replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector").replace(
-            f".{NAME}.", "."
-        ): tensor.contiguous()
-        for name, tensor in weights.items()
+    tensors = {_name_in_file(name): tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    (folder / BASE).write_text(json.dumps({"checksum": checksum, "dtype": model.dtype}, indent=2) + "\n")
+    where = str(model.name_or_path)
+    values = {
+        **settings.to_dict(),
+        # A path that is here must still be found from elsewhere.
+        "base_model_name_or_path": os.path.abspath(where) if Path(where).is_dir() else where,
+        "revision": model.revision,
+        "inference_mode": True,
     }
-    save_file(
-        as_peft_names_them,
-        folder / WEIGHTS,
-        {"format": "pt", "base": json.dumps({"checksum": base_checksum(model), "dtype": dtype}, sort_keys=True)},
-    )
-    # A path that is here must still be found from elsewhere.
-    where = str(Path(name_or_path).resolve()) if Path(name_or_path).is_dir() else name_or_path
-    settings = {**model.peft_config[NAME].to_dict(), "base_model_name_or_path": where, "revision": revision}
-    settings |= {"inference_mode": True, "target_modules": sorted(settings["target_modules"])}
-    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    # peft keeps names in sets, whose order is another one in every process.
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+    (folder / SETTINGS).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _name_in_file(name: str) -> str:
+    """model.x.lora_A.default.weight -> base_model.model.model.x.lora_A.weight"""
+    stem, _, last = name.rpartition(f".{NAME}.")
+    return f"base_model.model.{stem}" if stem.endswith("lora_magnitude_vector") else f"base_model.model.{stem}.{last}"
 
 
 @dataclass(frozen=True)
@@ -181,18 +197,19 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
 
     try:
         settings = json.loads((folder / SETTINGS).read_text())
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            base = json.loads((file.metadata() or {}).get("base", "{}"))
+        base = json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else {}
         where, kind = settings["base_model_name_or_path"], settings["peft_type"]
         # One that names code, of Megatron, would have it imported.
         if kind != "LORA" or settings.get("megatron_config") or not isinstance(where, str):
-            raise ValueError(f"of kind {kind}")
+            raise ValueError(f"kind {kind}, base {where!r}")
+        with safe_open(folder / WEIGHTS, framework="pt"):  # it is whole
+            pass
         return AdapterFolder(
             folder, where, settings.get("revision"), base.get("checksum"), base.get("dtype", "float32")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(
-            f"{folder} must be a LoRA adapter with its weights in {WEIGHTS}, got: {' '.join(str(error).split()) or 'none'}; export it anew"
+            f"{folder} must be a LoRA adapter with its weights in {WEIGHTS}, got: {first_line(error)}; export it anew"
         ) from None
 
 
@@ -208,4 +225,6 @@ def put_beside(adapter: AdapterFolder, base: Any) -> Any:
         raise ConfigError(
             f"{adapter.folder} must be used beside the model that it was trained beside, got other weights at {adapter.base}; put those back"
         )
-    return PeftModel.from_pretrained(base, adapter.folder, use_safetensors=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that transformers will change
+        return PeftModel.from_pretrained(base, adapter.folder, use_safetensors=True)

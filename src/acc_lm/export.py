@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm.adapter import NAME as ADAPTER
 from acc_lm.adapter import base_checksum, open_adapter, put_beside, save_adapter
 from acc_lm.checkpoint import kept_pieces, kept_shapes, make_readable, persistent_buffers
 from acc_lm.config import Config
@@ -56,11 +57,11 @@ def export_model(
 
     def write() -> None:
         shutil.rmtree(work, ignore_errors=True)
-        if base_checksum(bare) is None:
+        checksum = base_checksum(bare)
+        if checksum is None:
             bare.save_pretrained(work, state_dict=weights)
         else:
-            source = config.model
-            save_adapter(work, bare, weights, str(source.name_or_path), source.revision, source.dtype)
+            save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
         tokenizer.save_pretrained(work)
         num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
         (work / "README.md").write_text(model_card(config, facts, result, step, num_parameters))

@@ -6,9 +6,12 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from acc_lm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def list_checkpoints(run: Path) -> int:
@@ -73,9 +76,11 @@ def export(folder: Path, output: Path) -> int:
 
 def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     """A folder that transformers loads like any other model."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from acc_lm.adapter import lora_settings, save_adapter
     from acc_lm.checkpoint import BUFFER, make_readable, read_tensors
+    from acc_lm.config import AdapterConfig, ModelConfig
     from acc_lm.runtime import WEIGHT, quiet_libraries
 
     _whole(folder)
@@ -89,6 +94,35 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
             f"the tokenizer must be beside the run, got nothing at {source}; name its folder with --tokenizer"
         )
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    weights = {}
+    for name, tensor in read_tensors(folder):
+        kind, _, parameter = name.partition("/")
+        if kind in (WEIGHT, BUFFER):
+            weights[parameter] = tensor
+    work = output.with_name(f"tmp-{output.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    if state.get("base"):
+        recipe = state["recipe"]
+        adapter = AdapterConfig.model_validate_json(json.dumps(recipe["adapter"]))
+        targets = sorted({name.partition(".lora_")[0] for name in weights})
+        model_section = ModelConfig.model_validate_json(json.dumps(recipe["model"]))
+        save_adapter(work, weights, lora_settings(adapter, targets), model_section, state["base"])
+    else:
+        _whole_model(folder, state, weights).save_pretrained(work)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
+    for file in work.rglob("*"):
+        if file.is_file():
+            make_readable(file)
+    work.rename(output)
+    print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it")
+    return 0
+
+
+def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> Any:
+    """The model that a checkpoint is of, around its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     sizes = dict(state.get("model_config", {}))
     if not sizes:
         raise CheckpointError(
@@ -96,13 +130,6 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
             "go on with its run for a step, and convert the checkpoint that it saves"
         )
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    weights = {}
-    for name, tensor in read_tensors(folder):
-        kind, _, parameter = name.partition("/")
-        if kind in (WEIGHT, BUFFER):
-            weights[parameter] = tensor
-    import torch
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
     model.load_state_dict(weights, strict=False, assign=True)
@@ -112,16 +139,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
         raise CheckpointError(
             f"{folder} must hold every weight of the model, got none for {missing[0]} ({len(missing)} in all)"
         )
-    work = output.with_name(f"tmp-{output.name}")
-    shutil.rmtree(work, ignore_errors=True)
-    model.save_pretrained(work)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
-    for file in work.rglob("*"):
-        if file.is_file():
-            make_readable(file)
-    work.rename(output)
-    print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it")
-    return 0
+    return model
 
 
 def _whole(folder: Path) -> None:

@@ -33,6 +33,7 @@ LIBRARIES = (
     "deepspeed",
     "tokenizers",
     "datasets",
+    "peft",
     "safetensors",
     "numpy",
     "wandb",

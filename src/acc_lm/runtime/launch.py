@@ -42,8 +42,8 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     check_config_file()
     os.environ |= lost_settings()
     strategy = asked_strategy()
-    _refuse_other_dtypes(config, strategy)
     precision = _checked_precision(training, has_accelerator)
+    _refuse_other_dtypes(config, strategy, precision)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
     _refuse_what_a_cpu_cannot_do(distributed, strategy, has_accelerator)
@@ -180,11 +180,16 @@ def _refuse_restarts_that_hang() -> None:
         )
 
 
-def _refuse_other_dtypes(config: Config, strategy: str) -> None:
+def _refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
     if strategy.startswith("deepspeed") and config.model.dtype != "float32":
         raise MachineError(
             f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got "
             f"{config.model.dtype}; for 16-bit compute use training.mixed_precision=bf16, for float64 another Accelerate config"
+        )
+    if strategy.startswith("deepspeed") and config.model.freeze and precision != "no":
+        raise MachineError(
+            f"model.freeze must be empty under DeepSpeed with {precision}, which keeps the frozen weights in 16 bits only and would save "
+            f"them so, got {list(config.model.freeze)}; use training.mixed_precision=no, or accelerate_configs/fsdp2.yaml"
         )
 
 
