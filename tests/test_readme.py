@@ -38,9 +38,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_commands_of_the_readme_are_taken() -> None:
-    found = commands(ROOT / "README.md")
-    assert len(found) >= 10
+@pytest.mark.parametrize(("page", "at_least"), [("README.md", 10), ("docs/adapters.md", 3)])
+def test_the_commands_of_a_page_are_taken(page: str, at_least: int) -> None:
+    found = commands(ROOT / page)
+    assert len(found) >= at_least
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in found:
         program, *words = shlex.split(command)
@@ -57,7 +58,7 @@ def test_the_commands_of_the_readme_are_taken() -> None:
                 parse_train_arguments(arguments, ROOT / "recipes/quickstart.yaml")
         else:
             assert program.endswith("acc-lm"), command
-            assert words[0] in ("generate", "parity", "doctor", "keep-going"), command
+            assert words[0] in ("generate", "export", "parity", "doctor", "keep-going"), command
 
 
 def test_the_table_names_every_recipe_and_config() -> None:

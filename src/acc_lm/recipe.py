@@ -115,6 +115,19 @@ FOREIGN_NAMES = {
     "ddp_backend": "distributed.backend",
     "ddp_broadcast_buffers": "distributed.broadcast_buffers",
     "ddp_static_graph": "distributed.static_graph",
+    "use_peft": "adapter.kind (lora)",
+    "use_lora": "adapter.kind (lora)",
+    "peft_type": "adapter.kind (lora)",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target": "adapter.target_modules",
+    "lora_target_modules": "adapter.target_modules",
+    "lora_target_linear": "adapter.target_modules (all-linear)",
+    "peft_use_dora": "adapter.use_dora",
+    "peft_use_rslora": "adapter.use_rslora",
+    "freeze_parameters": "model.freeze",
 }
 MAY_HAVE_LINES = ("export.sample_prompt",)
 
