@@ -38,9 +38,10 @@ parity: .venv/installed
 memory: .venv/installed
 	$(BIN)/python benchmarks/memory.py docs/parity.md
 
-# The gates of docs/reliability.md: a hundred kills, twenty launches killed, every engine read by every other.
+# The gates of docs/reliability.md: a hundred kills, twenty launches killed, every engine read by every other; what a save costs.
 chaos: .venv/installed
 	$(BIN)/python benchmarks/chaos.py docs/reliability.md
+	$(BIN)/python benchmarks/saving.py docs/reliability.md
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/loss_head.py
