@@ -100,7 +100,8 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "", str(ROOT / "tests" / file)]
         shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         found = re.search(r"^(\d+) passed", shown.stdout, re.MULTILINE)
-        assert shown.returncode == 0 and found, shown.stdout
+        assert shown.returncode == 0, shown.stdout
+        assert found
         return int(found[1]), time.monotonic() - began
 
     if "G1" in only:
