@@ -8,13 +8,15 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backends import STRATEGY
-from processes import ROOT, launcher_environment, run_training, start_training
-from test_resume import assert_equal_runs
+from processes import ROOT, Launch, launcher_environment, run_training, start_training
+from test_resume import assert_equal_runs, different, tensors_of
 from test_stop import wrap
 
+from acc_lm.history import read
 from acc_lm.retention import problem_with
 
 BEHIND = ["checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=null", "training.micro_batch_size=2"]  # fmt: skip
@@ -47,28 +49,25 @@ def test_saved_behind_the_training_is_what_is_saved_in_front_of_it(
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
-    """The disk waits until two more steps are done: a save in front of the training would wait for ever."""
-    run = tmp_path / "run"
+    """Nothing is written until two more steps are done: a save in front would wait for ever, one without a copy be of later weights."""
+    front, behind = tmp_path / "front", tmp_path / "behind"
+    arguments = [*tiny, "checkpoint.every=2", "training.log_every=1", "checkpoint.keep_last=null", "training.eval_every=null"]  # fmt: skip
 
     def function() -> int:
         import train
         from acc_lm import saving
 
-        flush = saving.flush
+        write = saving._write_mine
 
-        def slow(path: Path) -> None:
-            if "step-00000002" in str(path):
-                end = time.monotonic() + 20
-                while not [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"step": 4' in line]:
-                    assert time.monotonic() < end, "the training waits"
-                    time.sleep(0.01)
-            flush(path)
+        def late(accelerator: Any, work: Path, snapshot: Any) -> Any:
+            end = time.monotonic() + 20
+            while work.name.endswith("2") and '"step": 4' not in (behind / "metrics.jsonl").read_text():
+                assert time.monotonic() < end, "the training waits"
+                time.sleep(0.01)
+            return write(accelerator, work, snapshot)
 
-        saving.flush = slow
-        return train.main([*tiny, "checkpoint.asynchronous=true", "checkpoint.every=2", "training.log_every=1",
-                           "checkpoint.keep_last=null", "training.eval_every=null", f"output_dir={run}"])  # fmt: skip
-
-    from processes import Launch
+        saving._write_mine = late
+        return train.main([*arguments, "checkpoint.asynchronous=true", f"output_dir={behind}"])
 
     finished = Launch(function).wait()
     assert finished.code == 0, finished.output
@@ -77,6 +76,8 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp
     assert any(line.startswith("step 4/") for line in shown[:first]), "said when it exists and not before"
     names = [Path(name).name for name in SAVED.findall(finished.output)]
     assert names == ["step-00000002", "step-00000004", "step-00000006"], "one after the other, each once"
+    run_training([*arguments, f"output_dir={front}"])
+    assert different(tensors_of(front, 2), tensors_of(behind, 2)) == []
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -109,18 +110,16 @@ def test_a_save_that_fails_behind_the_training_ends_the_run_on_all_processes(
 
         if os.environ["RANK"] == str(victim):
             wrap("acc_lm.saving._write_mine", full, 2)
-        return train.main([*tiny, *BEHIND, "checkpoint.every=4", "training.max_steps=4000", "training.eval_every=null",
-                           "checkpoint.keep_last=2", f"output_dir={run}"])  # fmt: skip
-
-    from processes import Launch
+        return train.main([*tiny, *BEHIND, "checkpoint.every=100", "training.max_steps=4000", "training.eval_every=null",
+                           "checkpoint.keep_last=2", "training.log_every=1", f"output_dir={run}"])  # fmt: skip
 
     finished = Launch(function, 2).wait()
     assert finished.codes == [8, 8], finished.outputs
     (line,) = finished.errors
     assert "must have room for a checkpoint, got: No space left on device" in line
-    assert [folder.name for folder in (run / "checkpoints").glob("*step-*")] == ["step-00000004"]
+    assert [folder.name for folder in (run / "checkpoints").glob("*step-*")] == ["step-00000100"]
     assert json.loads((run / "summary.json").read_text())["status"] == "storage_error"
-    assert len((run / "metrics.jsonl").read_text().splitlines()) < 1000, "it did not train to the end"
+    assert read(run)[-1]["step"] < 290, "it was not noticed before the next save"
 
 
 def test_a_stop_waits_for_the_checkpoint_that_it_asks_for(tiny: list[str], tmp_path: Path) -> None:
@@ -151,9 +150,8 @@ def test_slow_saves_are_told(tiny: list[str], tmp_path: Path) -> None:
             wrap("acc_lm.saving._write_mine", lambda: time.sleep(0.3), 1)
             return train.main([*tiny, "checkpoint.every=2", f"output_dir={tmp_path / str(len(environment))}"])
 
-        from processes import Launch
+            finished = Launch(function, 1, environment).wait()
 
-        finished = Launch(function, 1, environment).wait()
         assert finished.code == 0, finished.output
         return finished.output
 
