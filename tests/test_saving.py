@@ -150,8 +150,7 @@ def test_slow_saves_are_told(tiny: list[str], tmp_path: Path) -> None:
             wrap("acc_lm.saving._write_mine", lambda: time.sleep(0.3), 1)
             return train.main([*tiny, "checkpoint.every=2", f"output_dir={tmp_path / str(len(environment))}"])
 
-            finished = Launch(function, 1, environment).wait()
-
+        finished = Launch(function, 1, environment).wait()
         assert finished.code == 0, finished.output
         return finished.output
 
