@@ -86,8 +86,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     tokenizer = data.tokenizer
     model, model_facts = runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, length, config.seed, config.adapter),
-        lambda facts: build_empty_model(config.model, tokenizer, length, facts, config.adapter),
+        lambda: build_model(config.model, tokenizer, length, config.seed, config.adapter, data.packs),
+        lambda facts: build_empty_model(config.model, tokenizer, length, facts, config.adapter, data.packs),
     )
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
@@ -146,6 +146,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     micro_batches = MicroBatches(
         order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
         num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=num_steps,
+        lengths=data.padded_lengths,
     )  # fmt: skip
     loader = build_loader(
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"

@@ -450,7 +450,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path
     def read() -> tuple[str, int]:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(DataError) as caught:
-            list(sources.read_files([file], "text", sources.Skipped(0)))
+            list(sources.read_files([file], sources.text_in("text"), sources.Skipped(0)))
         return str(caught.value), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
     ((message, kilobytes),) = run_everywhere(read)
@@ -463,7 +463,7 @@ def test_a_csv_field_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "x.csv"
     file.write_text(f"text\nfine\n{'x' * 1001}\n")
     with pytest.raises(DataError, match=re.escape(f"{file}:3: must be CSV, got: field larger than")):
-        list(sources.read_files([file], "text", sources.Skipped(0)))
+        list(sources.read_files([file], sources.text_in("text"), sources.Skipped(0)))
 
 
 # --- secrets stay unseen, and nothing acts on a reader -------------------------------------------------------------

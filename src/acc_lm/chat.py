@@ -14,6 +14,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from acc_lm.errors import ConfigError, DataError
@@ -342,12 +343,7 @@ def load_template(tokenizer: PreTrainedTokenizerBase, file: str | None = None) -
         ConfigError: it is not there, is not Jinja, or does not write what can be learned exactly.
     """
     if file is not None:
-        try:
-            with open(file, encoding="utf-8") as stream:
-                text, origin = stream.read(), file
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise ConfigError(f"data.chat_template must be a template file, got {file!r} ({reason})") from None
+        text, origin = read_template(file), file
     elif tokenizer.chat_template:
         text, origin = tokenizer.get_chat_template(), "the tokenizer's chat template"
     else:
@@ -378,6 +374,19 @@ def load_template(tokenizer: PreTrainedTokenizerBase, file: str | None = None) -
         )
     special = {token.content for token in added if token.special} | {end[0]}
     return ChatTemplate(text, origin, end[0], ending[end.end() :], _any_of(special))
+
+
+def read_template(file: str) -> str:
+    """The text of a template file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"data.chat_template must be a template file, got {file!r} ({reason})") from None
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

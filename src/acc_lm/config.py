@@ -145,6 +145,16 @@ class DataConfig(Section):
     """Split to train on."""
     eval_split: str | None = None
     """Split to evaluate on; null: `eval_fraction` of the training split is held out."""
+    format: Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt"] | None = None
+    """What a record is; null: what its columns say (text, prompt + completion, messages, instruction + output, conversations)."""
+    train_on: Literal["assistant", "last_assistant", "all", "completion"] | None = None
+    """Which tokens of a conversation are targets; null: the assistant's, or the completion's."""
+    chat_template: Place | None = None
+    """File with a Jinja chat template; null: the tokenizer's own, or a plain one for a tokenizer that has none."""
+    max_lossy_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of the conversations that may be cut, have no target, or lose content to the template; more is an error."""
+    packing: bool = True
+    """Rows of conversations hold several, none of which sees another; false: one a row, padded, for models that cannot."""
     text_column: str = "text"
     """Column that holds the text in everything but txt files."""
     skip_bad_rows: Count = 0

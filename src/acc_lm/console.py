@@ -15,6 +15,7 @@ from acc_lm.data import Data
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.export import sample_text
 from acc_lm.model import ModelFacts
+from acc_lm.packing import PackedRows
 from acc_lm.redaction import printable
 from acc_lm.runtime import Identity, split_global_batch
 from acc_lm.tokenizer import first_line
@@ -60,6 +61,13 @@ def start_block(
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
+    if facts.conversations:
+        lines.append(("learned", facts.conversations))
+    if isinstance(data.train, PackedRows) and data.packs:
+        empty = 1 - data.train.lengths.sum() / (rows * config.data.sequence_length)
+        lines.append(
+            ("packing", f"{len(data.train.packing.items) / rows:.1f} items a row, {empty:.1%} of the places empty")
+        )
     if "entropy_rate" in facts.source:
         lines.append(("floor", f"{facts.source['entropy_rate']:.4f} nats per symbol, the entropy rate of the source"))
     if facts.skipped_records:
@@ -136,7 +144,7 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
     if config.export.sample_tokens:
         prompt = config.export.sample_prompt
         if prompt is None:
-            prompt = data.tokenizer.decode(data.evaluation[0]["input_ids"][0, :16])
+            prompt = data.sample_prompt()
         try:
             text = sample_text(
                 final,

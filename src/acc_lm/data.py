@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,12 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from acc_lm.chat import check, describe
 from acc_lm.config import DataConfig, TokenizerConfig
+from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, write_items
 from acc_lm.errors import DataError
 from acc_lm.order import MicroBatches
+from acc_lm.packing import PackedRows
 from acc_lm.sources import Corpus, Document, Skipped, hash_text, open_corpus
 from acc_lm.tokenizer import make_tokenizer, pieces_of, text_encoder, token_bytes
 
@@ -117,6 +121,9 @@ class DataFacts:
     gzip_bytes: int | None = None
     xz_bytes: int | None = None
     source: dict[str, Any] = field(default_factory=dict)
+    format: str = "text"
+    conversations: str = ""
+    """What became of the training conversations, for people."""
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
@@ -127,12 +134,30 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Data:
-    train: Rows
-    evaluation: Rows
+    train: Rows | PackedRows
+    evaluation: Rows | PackedRows
     tokenizer: PreTrainedTokenizerBase
     facts: DataFacts
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows hold several documents that must not see each other."""
+        return isinstance(self.train, PackedRows) and not self.train.padded
+
+    @property
+    def padded_lengths(self) -> np.ndarray | None:
+        """Places taken in each training row, where a batch is only as wide as its longest; None: all are full."""
+        return self.train.lengths if isinstance(self.train, PackedRows) and self.train.padded else None
+
+    def sample_prompt(self) -> str:
+        """The start of the held-out text, up to the first place where something is to be said."""
+        row = self.evaluation[0]
+        length = 16
+        if isinstance(self.evaluation, PackedRows):
+            length = int((row["targets"][0] != IGNORE_INDEX).nonzero()[0, 0]) + 1
+        return str(self.tokenizer.decode(row["input_ids"][0, :length]))
 
 
 def cache_folder(chosen: str | None = None) -> Path:
@@ -156,10 +181,11 @@ def build_data(
     Raises:
         DataError: text that cannot be read, or too little of it.
     """
-    corpus = open_corpus(config, seed)
+    plan = plan_of(config)
+    corpus = open_corpus(config, seed, plan.read if plan else None)
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
     parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
-    key = hash_text(repr(parts))
+    key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
     cache = cache_folder(config.cache_dir)
     folder = cache / key
     if not _is_complete(folder):
@@ -180,12 +206,13 @@ def build_data(
                 work = cache / f".{key}.{os.getpid()}"
                 work.mkdir()
                 try:
-                    _build(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
+                    build = _build if plan is None else partial(_build_conversations, plan)
+                    build(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
                     shutil.rmtree(folder, ignore_errors=True)
                     work.rename(folder)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
-    return _load(folder, key, config, tokenizer, global_batch_size)
+    return _load(folder, key, config, tokenizer, global_batch_size, plan)
 
 
 def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -201,7 +228,9 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _load(folder: Path, key: str, config: DataConfig, tokenizer: Any, global_batch_size: int) -> Data:
+def _load(
+    folder: Path, key: str, config: DataConfig, tokenizer: Any, global_batch_size: int, plan: ChatPlan | None
+) -> Data:
     values = json.loads((folder / "facts.json").read_text())
     values.pop("files")
     facts = DataFacts(**values | {"eval_files": tuple(values["eval_files"])})
@@ -210,6 +239,16 @@ def _load(folder: Path, key: str, config: DataConfig, tokenizer: Any, global_bat
 
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
     dtype = _id_dtype(facts.vocab_size)
+    if plan is not None:
+        # What comes out answers in the words that it was trained on.
+        tokenizer.chat_template = template_of(plan, tokenizer).text
+        rows = open_rows(folder, "train", dtype, config)
+        if len(rows) < global_batch_size:
+            raise DataError(
+                f"data: the conversations must fill training.global_batch_size {global_batch_size} rows, got {len(rows)} "
+                f"of {config.sequence_length} tokens; lower it or add conversations"
+            )
+        return Data(rows, open_rows(folder, "eval", dtype, config), tokenizer, facts, key)
     train = Rows(np.memmap(folder / "train.bin", dtype=dtype, mode="r"), config.sequence_length)
     evaluation = Rows(
         np.memmap(folder / "eval.bin", dtype=dtype, mode="r"),
@@ -319,18 +358,57 @@ def _build(
         _flush(file)
 
 
+def _build_conversations(
+    plan: ChatPlan,
+    corpus: Corpus,
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    work: Path,
+    global_batch_size: int,
+    show_progress: bool,
+) -> None:
+    train, evaluation, sizes = split_documents(corpus, config, can_cut=False)
+    if tokenizer is None:
+        tokenizer = make_tokenizer(tokenizer_config, plan.texts(train()))
+        tokenizer.save_pretrained(work / "tokenizer")
+    dtype = _id_dtype(len(tokenizer))
+    total = sizes["train_bytes"] + sizes["eval_bytes"]
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
+        counts = {
+            split: write_items(
+                documents(), plan, tokenizer, work, split, dtype, with_bytes=split == "eval", progress=bar.update
+            )
+            for split, documents in (("train", train), ("eval", evaluation))
+        }
+    for split in counts.values():
+        check(split, config.max_lossy_share)
+    facts = DataFacts(
+        vocab_size=len(tokenizer),
+        train_tokens=counts["train"].ids,
+        eval_tokens=counts["eval"].ids,
+        format=plan.format,
+        conversations=f"{plan.format}, trained on {plan.train_on}: {describe(counts['train'])}",
+        **sizes,
+    )
+    files = {str(path.relative_to(work)): path.stat().st_size for path in work.rglob("*") if path.is_file()}
+    with (work / "facts.json").open("w") as file:
+        json.dump({**asdict(facts), "files": files}, file)
+        _flush(file)
+
+
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
 def split_documents(
-    corpus: Corpus, config: DataConfig
-) -> tuple[Callable[[], Iterator[Document]], Callable[[], Iterator[Document]], dict[str, int]]:
+    corpus: Corpus, config: DataConfig, can_cut: bool = True
+) -> tuple[Callable[[], Iterator[Document]], Callable[[], Iterator[Document]], dict[str, Any]]:
     """Training and held-out documents, disjoint: (train, evaluation, counts).
 
     Held out are the documents with the smallest content hashes until `eval_fraction` of the bytes is reached, so equal
-    documents stay on one side and neither order nor seed matters. A lone document is cut, its tail held out.
+    documents stay on one side and neither order nor seed matters. A lone document is cut, its tail held out, where it can be.
     """
     skipped = Skipped(config.skip_bad_rows)
     hashes, sizes = _hash_documents(corpus.train(skipped))
@@ -350,6 +428,10 @@ def split_documents(
         train = lambda: again(corpus.train)  # noqa: E731
         evaluation = lambda: again(read_evaluation)  # noqa: E731
         train_sizes = sizes
+    elif len(np.unique(hashes)) == 1 and not can_cut:
+        raise DataError(
+            "data: the conversations must be two different ones at least, got one; add some, or data.eval_files"
+        )
     elif len(np.unique(hashes)) == 1:
         document = next(again(corpus.train))
         cut = max(1, min(len(document.text) - 1, round(len(document.text) * (1 - config.eval_fraction))))

@@ -56,6 +56,7 @@ def try_everything(
         num_processes=accelerator.num_processes,
         first_step=1,
         last_step=2,
+        lengths=data.padded_lengths,
     )
     steps = in_steps(build_loader(data.train, places, 0, pin_memory=accelerator.device.type == "cuda"), accumulation)
     gradients = Gradients(accelerator, model)

@@ -23,6 +23,7 @@ from acc_lm.attention import (
     probe_length,
     register_attention,
     register_counting_attention,
+    use_block_masks,
 )
 from acc_lm.config import AdapterConfig, ModelConfig
 from acc_lm.errors import ConfigError
@@ -116,10 +117,14 @@ def build_model(
     sequence_length: int,
     seed: int,
     adapter: AdapterConfig = NO_ADAPTER,
+    packs: bool = False,
 ) -> tuple[PreTrainedModel, ModelFacts]:
     """The model on the CPU, ready to be prepared: `model(input_ids, targets)` returns the summed loss.
 
     From scratch, the weights are a function of the seed alone: drawn on the CPU in float32, whatever trains them.
+
+    Args:
+        packs: rows will hold several documents, with `position_ids` and `document_ids`.
 
     Raises:
         ConfigError: no such model, or it does not fit the tokenizer, the rows, the adapter or what is to be frozen.
@@ -140,6 +145,9 @@ def build_model(
     with _must_run("model"):
         attention = choose_attention(model, sequence_length)
         loss = install_loss(model)
+    if packs:
+        check_packing(model, sequence_length)
+        attention = _prepare_packing(model, attention)
     base = weights_checksum(model) if adapter.kind != "none" else ""
     _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
@@ -161,6 +169,7 @@ def build_empty_model(
     sequence_length: int,
     facts: ModelFacts,
     adapter: AdapterConfig = NO_ADAPTER,
+    packs: bool = False,
 ) -> PreTrainedModel:
     """What `build_model` returns, with weights that are reserved but neither drawn nor touched.
 
@@ -179,10 +188,17 @@ def build_empty_model(
     model.tie_weights()
     if facts.attention == CAUSAL_WITHOUT_MASK:
         model.set_attn_implementation(register_attention())
+    elif packs:
+        _prepare_packing(model, facts.attention)
     _use_loss(model, fused=facts.loss == FUSED)
     _choose_trained(model, config, adapter, 0, facts.base)
     model.train()
     return model
+
+
+def _prepare_packing(model: PreTrainedModel, attention: str) -> str:
+    """No dense mask on a GPU where transformers' own attention stays; returns what people are told of the attention."""
+    return use_block_masks(model) if attention != CAUSAL_WITHOUT_MASK and torch.cuda.is_available() else attention
 
 
 def _choose_trained(model: PreTrainedModel, config: ModelConfig, adapter: AdapterConfig, seed: int, base: str) -> None:

@@ -30,6 +30,8 @@ class Document:
     text: str
     file: str | None
     """Absolute path when the document is a whole file."""
+    place: str | None = None
+    """`file:line` when it is a record, for error messages."""
 
 
 @dataclass
@@ -60,8 +62,20 @@ class Corpus:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def open_corpus(config: DataConfig, seed: int) -> Corpus:
+Reader = Callable[[Any, str, Skipped], str | None]
+"""(record, its place, what is counted when it has none) -> text of the document that the record is."""
+
+
+def text_in(column: str) -> Reader:
+    """Reads the text in one column of the records."""
+    return lambda record, place, skipped: _text_of(record, column, place, skipped)
+
+
+def open_corpus(config: DataConfig, seed: int, read: Reader | None = None) -> Corpus:
     """Find the text that a recipe names, without reading more of it than its hash needs.
+
+    Args:
+        read: what a record's document is; None: the text in `data.text_column`.
 
     Raises:
         DataError: a file, column or dataset is missing or empty.
@@ -69,18 +83,35 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     if config.source == "synthetic":
         return _synthetic_corpus(config, seed)
     if config.source == "hub":
-        return _hub_corpus(config)
+        return _hub_corpus(config, read)
     if config.source == "python_stdlib":
         files = python_stdlib_files()
         return Corpus(_content_key(files, "utf-8"), lambda skipped: _whole_files(files), None, _total_size(files))
     train_files = find_files(config.files, "data.files")
     eval_files = find_files(config.eval_files, "data.eval_files") if config.eval_files else []
+    only_records, reader = read is not None, read or text_in(config.text_column)
     return Corpus(
         key=_content_key(train_files, config.text_column) + _content_key(eval_files, config.text_column),
-        train=lambda skipped: read_files(train_files, config.text_column, skipped),
-        evaluation=(lambda skipped: read_files(eval_files, config.text_column, skipped)) if eval_files else None,
+        train=lambda skipped: read_files(train_files, reader, skipped, only_records),
+        evaluation=(lambda skipped: read_files(eval_files, reader, skipped, only_records)) if eval_files else None,
         num_bytes=_total_size(train_files + eval_files),
     )
+
+
+def columns_of(config: DataConfig) -> tuple[list[str], str] | None:
+    """Columns of the first record that a recipe names, and where that is; None when it names no records.
+
+    Raises:
+        DataError: a file or dataset is missing.
+    """
+    if config.source == "hub":
+        return list(_load_split(config, config.dataset_split).column_names), str(config.dataset)
+    if config.source == "files":
+        for file in find_files(config.files, "data.files"):
+            if file.suffix in RECORD_SUFFIXES:
+                place, record = next(_records(file), (str(file), {}))
+                return (list(record) if isinstance(record, dict) else []), place
+    return None
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -139,17 +170,21 @@ def _whole_files(files: list[Path]) -> Iterator[Document]:
             continue  # a handful of library modules are kept in an old encoding on purpose
 
 
-def read_files(files: list[Path], text_column: str, skipped: Skipped) -> Iterator[Document]:
-    """All documents of the files; a txt file is one, elsewhere a record is one."""
+def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: bool = False) -> Iterator[Document]:
+    """All documents of the files; a txt file is one (unless there may be only records), elsewhere a record is one."""
     for file in files:
         before = skipped.count
         count = 0
         if file.suffix in RECORD_SUFFIXES:
             for place, record in _records(file):
-                text = _text_of(record, text_column, place, skipped)
+                text = read(record, place, skipped)
                 if text is not None:
                     count += 1
-                    yield Document(text, None)
+                    yield Document(text, None, place)
+        elif only_records:
+            raise DataError(
+                f"{file} must hold records for this data.format, got a text file; remove it from data.files"
+            )
         else:
             text = _decode(file.read_bytes(), str(file))
             if text.strip():
@@ -325,20 +360,27 @@ def _total_size(files: list[Path]) -> int:
 # --- hub -----------------------------------------------------------------------------------------------------------
 
 
-def _hub_corpus(config: DataConfig) -> Corpus:
+def _load_split(config: DataConfig, split: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(config.dataset, config.dataset_config, split=split)
+    except Exception as error:  # datasets raises a dozen kinds; each means that the recipe's dataset cannot be had
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(
+            f"data.dataset must be a dataset that can be loaded (split {split}), got {config.dataset!r}: {reason}; "
+            "check name, split and network, or give a local folder"
+        ) from None
+
+
+def _hub_corpus(config: DataConfig, read: Reader | None) -> Corpus:
+    reader = read or text_in(config.text_column)
 
     def load(split: str) -> Any:
-        try:
-            dataset = datasets.load_dataset(config.dataset, config.dataset_config, split=split)
-        except Exception as error:  # datasets raises a dozen kinds; each means that the recipe's dataset cannot be had
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise DataError(
-                f"data.dataset must be a dataset that can be loaded (split {split}), got {config.dataset!r}: {reason}; "
-                "check name, split and network, or give a local folder"
-            ) from None
+        dataset = _load_split(config, split)
+        if read is not None:
+            return dataset
         if config.text_column not in dataset.column_names:
             columns = ", ".join(map(repr, dataset.column_names))
             raise DataError(
@@ -349,9 +391,10 @@ def _hub_corpus(config: DataConfig) -> Corpus:
     def documents(dataset: Any, split: str) -> Callable[[Skipped], Iterator[Document]]:
         def iterate(skipped: Skipped) -> Iterator[Document]:
             for number, record in enumerate(dataset, start=1):
-                text = _text_of(record, config.text_column, f"{config.dataset} ({split}): record {number}", skipped)
+                place = f"{config.dataset} ({split}): record {number}"
+                text = reader(record, place, skipped)
                 if text is not None:
-                    yield Document(text, None)
+                    yield Document(text, None, place)
 
         return iterate
 

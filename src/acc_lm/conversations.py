@@ -1,0 +1,191 @@
+"""Conversations on disk: records -> items of ids and targets, one split after the other, packed into rows when they are read.
+
+    records ──► chat.read_conversation ──► chat.build_items ──► <key>/{train,eval}{,_targets,_offsets}.bin ──► PackedRows
+
+Until they are tokenised, records travel as documents whose text is their JSON, so that what finds, hashes, holds out and
+counts documents serves them too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from acc_lm.chat import (
+    COLUMNS,
+    ChatTemplate,
+    Conversation,
+    Format,
+    ItemCounts,
+    TrainOn,
+    build_items,
+    choose_train_on,
+    detect_format,
+    load_template,
+    read_conversation,
+    read_template,
+)
+from acc_lm.config import DataConfig
+from acc_lm.errors import DataError
+from acc_lm.packing import PackedRows, one_per_row, pack
+from acc_lm.sources import Document, Skipped, columns_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BESIDE = ("conversations", "system", "tools", "input", "history")
+"""Columns that a format may have beside those that it must have."""
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """What is learned of which records."""
+
+    format: Format
+    train_on: TrainOn
+    template_file: str | None
+    max_length: int
+    """Most ids of an item."""
+
+    def key(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[object, ...]:
+        """All that decides the items, but for the records and the tokenizer's vocabulary."""
+        text, today = "", ""
+        if tokenizer is not None:
+            template = template_of(self, tokenizer)
+            text, today = template.text, date.today().isoformat() if template.reads_clock else ""
+        elif self.template_file is not None:
+            text = read_template(self.template_file)
+        return ("items-1", self.format, self.train_on, text, today, self.max_length)
+
+    def read(self, record: Any, place: str, skipped: Skipped) -> str | None:
+        """The columns of a record that count, as JSON; None when they are no conversation and the recipe tolerates that."""
+        try:
+            read_conversation(record, self.format, place)
+        except DataError as error:
+            skipped.reject(str(error))
+            return None
+        kept = {name: record[name] for name in (*COLUMNS[self.format], *BESIDE) if record.get(name) is not None}
+        return json.dumps(kept, ensure_ascii=False, sort_keys=True, default=str)
+
+    def open(self, document: Document) -> Conversation:
+        return read_conversation(json.loads(document.text), self.format, document.place or "a record")
+
+    def texts(self, documents: Iterable[Document]) -> Iterator[str]:
+        """What people and assistants say, for a tokenizer that is made of it."""
+        for document in documents:
+            yield from (str(message["content"]) for message in self.open(document).messages)
+
+
+def plan_of(config: DataConfig) -> ChatPlan | None:
+    """How to read the records of a recipe as conversations; None for plain text.
+
+    Raises:
+        DataError: the columns fit several formats, or the recipe's format is not one of records.
+        ConfigError: `data.train_on` is not of this format.
+    """
+    chosen: Format | None = config.format
+    if chosen is None:
+        found = columns_of(config)
+        if found is None:
+            return None
+        columns, place = found
+        if config.text_column not in columns and not any(set(names) <= set(columns) for names in COLUMNS.values()):
+            return None  # who reads the text says what is missing
+        chosen = detect_format(columns, place, config.text_column)
+    if chosen == "text":
+        choose_train_on(chosen, config.train_on)
+        return None
+    if columns_of(config) is None:
+        raise DataError(
+            f"data.format {chosen} must be of records (jsonl, json, csv, parquet, arrow, or a dataset), got source {config.source} without any; "
+            "set data.format to text"
+        )
+    return ChatPlan(chosen, choose_train_on(chosen, config.train_on), config.chat_template, config.sequence_length + 1)
+
+
+def template_of(plan: ChatPlan, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    return load_template(tokenizer, plan.template_file)
+
+
+def write_items(
+    documents: Iterator[Document],
+    plan: ChatPlan,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    split: str,
+    dtype: type[np.unsignedinteger],
+    *,
+    with_bytes: bool,
+    progress: Callable[[int], object],
+) -> ItemCounts:
+    """Tokenise the conversations of one split into `folder`; returns what became of them.
+
+    Args:
+        with_bytes: also write how many UTF-8 bytes of text the targets stand for, at the first of each run of them.
+        progress: called with the bytes of each record.
+
+    Raises:
+        DataError: a conversation that the template cannot write so that it can be learned exactly.
+    """
+    template = template_of(plan, tokenizer)
+    counts = ItemCounts()
+    offsets, targets = [0], []
+    with (folder / f"{split}.bin").open("wb") as ids_file, (folder / f"{split}_bytes.bin").open("wb") as bytes_file:
+        for document in documents:
+            items, count = build_items(plan.open(document), tokenizer, template, plan.train_on, plan.max_length)
+            counts += count
+            for item in items:
+                ids_file.write(np.asarray(item.ids, dtype=dtype).tobytes())
+                targets.append(np.asarray(item.is_target, dtype=bool))
+                offsets.append(offsets[-1] + len(item.ids))
+                if with_bytes:
+                    bytes_file.write(_bytes_of_targets(item.ids, targets[-1], tokenizer).tobytes())
+            progress(len(document.text.encode()))
+        for file in (ids_file, bytes_file):
+            file.flush()
+            os.fsync(file.fileno())
+    bits = np.packbits(np.concatenate(targets) if targets else np.zeros(0, dtype=bool), bitorder="little")
+    for name, array in ((f"{split}_targets.bin", bits), (f"{split}_offsets.bin", np.asarray(offsets, dtype=np.int64))):
+        with (folder / name).open("wb") as file:
+            file.write(array.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    return counts
+
+
+def _bytes_of_targets(ids: list[int], is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """UTF-8 bytes of each run of targets, noted at its first: uint32 [len(ids)]. Special tokens have none."""
+    counts = np.zeros(len(ids), dtype=np.uint32)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(np.int8)))
+    for first, end in edges.reshape(-1, 2):
+        text = tokenizer.decode(ids[first:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        counts[first] = len(str(text).encode())
+    return counts
+
+
+def open_rows(folder: Path, split: str, dtype: type[np.unsignedinteger], config: DataConfig) -> PackedRows:
+    """The rows of a split that `write_items` wrote, several items in each, or one, as the recipe says."""
+
+    def load(name: str, kind: Any) -> np.ndarray:
+        return np.memmap(folder / name, dtype=kind, mode="r")
+
+    offsets = np.fromfile(folder / f"{split}_offsets.bin", dtype=np.int64)
+    lengths = np.diff(offsets) - 1  # an item's last id is predicted and never read
+    packing = (pack if config.packing else one_per_row)(lengths, config.sequence_length)
+    has_bytes = (folder / f"{split}_bytes.bin").stat().st_size > 0
+    return PackedRows(
+        load(f"{split}.bin", dtype),
+        load(f"{split}_targets.bin", np.uint8),
+        offsets,
+        packing,
+        config.sequence_length,
+        padded=not config.packing,
+        bytes_of_token=load(f"{split}_bytes.bin", np.uint32) if has_bytes else None,
+    )

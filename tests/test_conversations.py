@@ -1,0 +1,204 @@
+"""Whole runs on conversations: found by their columns, packed or padded, on every engine, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from backends import STRATEGY
+from processes import ROOT, launcher_environment, run_training, start_training
+from test_resume import assert_equal_runs
+
+from acc_lm.history import read
+
+NAMES = ["Ada", "Bo", "Cy", "Dee", "Éva", "日本", "Gus", "Hal"]
+
+
+def exchanges() -> list[tuple[str, str]]:
+    """60 questions and answers of very different lengths, all different."""
+    choose = random.Random(0)
+    return [
+        (f"{i}: what does {choose.choice(NAMES)} say?", " ".join(choose.choices(NAMES, k=choose.randint(1, 9))))
+        for i in range(60)
+    ]
+
+
+def record_of(format: str, question: str, answer: str) -> dict[str, object]:
+    turns = [("user", question), ("assistant", answer)]
+    return {
+        "messages": {"messages": [{"role": role, "content": text} for role, text in turns]},
+        "sharegpt": {"conversations": [{"from": role, "value": text} for role, text in turns]},
+        "alpaca": {"instruction": question, "input": "", "output": answer},
+        "prompt_completion": {"prompt": question, "completion": " " + answer},
+    }[format]
+
+
+def write(file: Path, format: str) -> Path:
+    file.write_text("".join(json.dumps(record_of(format, *pair)) + "\n" for pair in exchanges()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("conversations")
+    return {f: write(folder / f"{f}.jsonl", f) for f in ("messages", "sharegpt", "alpaca", "prompt_completion")}
+
+
+def arguments(tiny: list[str], file: Path, run: Path, *more: str) -> list[str]:
+    return [
+        *tiny, f"data.files={file}", f"output_dir={run}", "data.sequence_length=96", "data.eval_fraction=0.2", "training.global_batch_size=6",
+        "training.micro_batch_size=3", "training.log_every=1", "checkpoint.keep_last=null", *more,
+    ]  # fmt: skip
+
+
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(e["train/loss"], e["train/grad_norm"]) for e in read(run) if "train/loss" in e]
+
+
+def final_loss(run: Path) -> float:
+    return next(float(e["eval/loss"]) for e in reversed(read(run)) if "eval/loss" in e)
+
+
+@pytest.mark.parametrize("format", ["messages", "sharegpt", "alpaca", "prompt_completion"])
+def test_each_format_is_found_by_its_columns_and_answers_in_the_end(
+    format: str, files: dict[str, Path], tiny: list[str], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    run = tmp_path / "run"
+    finished = run_training(arguments(tiny, files[format], run, "export.sample_tokens=4"))
+    learned = "completion" if format == "prompt_completion" else "assistant"
+    assert f"{format}, trained on {learned}: " in finished.output
+    assert " 0 cut (0 targets lost), 0 without a target, 0 of which" in finished.output
+    assert " items a row, " in finished.output
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert shown.endswith("assistant:\n")
+    sample = finished.output.split("sample:\n")[1]
+    assert ("assistant:" in sample.split("held-out text")[0]) == (format != "prompt_completion")
+
+
+def test_targets_are_the_answers_alone(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
+    """Read back from what the run trains on: decoded, they are the answers of the file and their ends, each once."""
+    from acc_lm.data import build_data
+    from acc_lm.recipe import load_config
+
+    config = load_config(Path(tiny[1]), arguments([], files["messages"], tmp_path / "run"))
+    data = build_data(config.data, config.tokenizer, None, config.seed, 6)
+    told = []
+    for rows in (data.train, data.evaluation):
+        for row in range(len(rows)):
+            batch = rows[row]
+            targets = batch["targets"][0].tolist()
+            run: list[int] = []
+            for target in [*targets, -100]:
+                if target != -100:
+                    run.append(target)
+                elif run:
+                    told.append(data.tokenizer.decode(run))
+                    run = []
+    end = data.tokenizer.eos_token
+    assert sorted(told) == sorted(f"{answer}{end}" for _, answer in exchanges())
+
+
+def test_packed_and_padded_rows_have_the_same_held_out_loss(
+    files: dict[str, Path], tiny: list[str], tmp_path: Path
+) -> None:
+    """Of weights that were never trained: the rows differ, what is learned of them does not."""
+    losses = {}
+    for packing in ("true", "false"):
+        run = tmp_path / packing
+        more = (f"data.packing={packing}", "optimizer.learning_rate=1e-12", "training.max_steps=2")
+        run_training(arguments(tiny, files["messages"], run, *more))
+        losses[packing] = final_loss(run)
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_every_engine_learns_what_one_process_learns(
+    packing: str, files: dict[str, Path], tiny: list[str], tmp_path: Path
+) -> None:
+    one = tmp_path / "one"
+    run_training(arguments(tiny, files["messages"], one, f"data.packing={packing}"))
+    for config in ("ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"):
+        run = tmp_path / config
+        environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
+        run_training(arguments(tiny, files["messages"], run, f"data.packing={packing}"), 2, environment)
+        assert json.loads((run / "environment.json").read_text())["strategy"] == STRATEGY[config][0]
+        for mine, theirs in zip(curve(run), curve(one), strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+        assert final_loss(run) == pytest.approx(final_loss(one), rel=1e-6)
+        ledgers = [json.loads((r / "summary.json").read_text())["ledger"] for r in (run, one)]
+        assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_killed_in_the_middle_it_ends_the_same(
+    packing: str, files: dict[str, Path], tiny: list[str], tmp_path: Path
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    more = (f"data.packing={packing}", "checkpoint.every=2")
+    run_training(arguments(tiny, files["alpaca"], whole, *more), 2)
+    killed = start_training(arguments(tiny, files["alpaca"], run, *more), 2, {"ACC_LM_CRASH_AT": "before_tmp@2"})
+    assert -signal.SIGKILL in killed.wait().codes
+    assert "resumed from" in run_training(arguments(tiny, files["alpaca"], run, *more), 2).output
+    assert_equal_runs(whole, run, 6)
+
+
+def test_an_adapter_learns_from_conversations_too(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    run_training(arguments(tiny, files["messages"], base))
+    model = ["model.config=null", f"model.name_or_path={base}/final", "adapter.kind=lora", "adapter.rank=2"]
+    run = tmp_path / "lora"
+    finished = run_training(arguments(tiny, files["messages"], run, *model, "optimizer.learning_rate=1e-2"))
+    assert curve(run)[-1][0] < curve(base)[-1][0]
+    assert (run / "final/adapter_model.safetensors").is_file()
+    assert (
+        "dry run: everything works here"
+        in run_training([*arguments(tiny, files["messages"], run, *model), "--dry-run"]).output
+    )
+    assert "trained)" in finished.output
+
+
+MAMBA = "model.config={model_type: mamba, hidden_size: 16, num_hidden_layers: 1, state_size: 4}"
+
+
+def test_a_model_that_cannot_keep_items_apart_is_refused_and_can_pad(
+    files: dict[str, Path], tiny: list[str], tmp_path: Path
+) -> None:
+    finished = run_training(arguments(tiny, files["messages"], tmp_path / "packed", MAMBA), expect=2)
+    assert "data.packing" in finished.errors[0]
+    run_training(
+        arguments(tiny, files["messages"], tmp_path / "padded", MAMBA, "data.packing=false", "training.max_steps=2")
+    )
+
+
+ODD = {
+    "two formats": ([{"text": "a", "messages": []}], [], 3, "set data.format to text or messages"),
+    "a txt file": (None, ["data.format=messages"], 3, "must be of records (jsonl, json, csv, parquet, arrow, or a dataset)"),
+    "another part": ([record_of("messages", "a", "b")] * 2, ["data.train_on=completion"], 2, "data.train_on must be assistant or last_assistant or all"),
+    "roles": ([{"messages": [{"role": "assistant", "content": "a"}]}], [], 3, "odd.jsonl:1: messages[0] must be system or user at the start, got assistant"),
+    "no answer": ([{"messages": [{"role": "user", "content": "a"}]}], [], 3, "odd.jsonl:1: messages must end with the assistant's turn, got user"),
+    "one conversation": ([record_of("messages", "a", "b")] * 9, [], 3, "must be two different ones at least, got one"),
+    "too long": ([record_of("messages", "a" * 300, str(i)) for i in range(9)], [], 3, "got none"),
+    "a template that is not there": ([record_of("messages", "a", "b")] * 2, ["data.chat_template=none.jinja"], 2, "data.chat_template must be a template file"),
+    "a template that cannot": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], ["data.chat_template={folder}/odd.jinja"], 2, "odd.jinja:2"),
+    "too few": ([record_of("messages", str(i), "b") for i in range(4)], [], 3, "must fill training.global_batch_size 6 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_odd_is_one_line(name: str, tiny: list[str], tmp_path: Path) -> None:
+    records, more, code, says = ODD[name]
+    file = tmp_path / ("odd.txt" if records is None else "odd.jsonl")
+    file.write_text("words" if records is None else "".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "odd.jinja").write_text("{{ messages[0].content }}\n{{ raise_exception('no such thing') }}")
+    more = [word.replace("{folder}", str(tmp_path)) for word in more]
+    finished = run_training(arguments(tiny, file, tmp_path / "run", *more), expect=code)
+    assert says in finished.errors[0], finished.errors
+    assert "Traceback" not in finished.output
