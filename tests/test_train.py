@@ -20,7 +20,6 @@ def test_a_run_leaves_everything_that_is_promised(tiny: list[str], tmp_path: Pat
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
     assert {
-        ".lock",
         "config.yaml",
         "environment.json",
         "metrics.jsonl",

@@ -88,8 +88,11 @@ def write_failure(
 
 
 @contextlib.contextmanager
-def open_output_dir(output_dir: Path) -> Iterator[None]:
-    """The folder of the run, made and written to once before anything expensive, and ours alone until the context ends.
+def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
+    """The folder of the run, made and written to once before anything expensive.
+
+    Args:
+        alone: no other run may have it until the context ends.
 
     Raises:
         ConfigError: it is a file, cannot be written, is in use, or a link in it would lead what is written elsewhere.
@@ -108,7 +111,7 @@ def open_output_dir(output_dir: Path) -> Iterator[None]:
         raise ConfigError(
             *(f"{link} must be the run's own, got a link to {os.readlink(link)!r}; remove it" for link in links)
         )
-    if not is_main_process():
+    if not alone or not is_main_process():
         yield
         return
     # A record lock, which no forked worker inherits: it ends with this process, however that ends.
@@ -126,7 +129,11 @@ def open_output_dir(output_dir: Path) -> Iterator[None]:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {platform.node()}")
             lock.flush()
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the disk may be what ended the run
+                (output_dir / LOCK).unlink()
 
 
 def _previous(output_dir: Path) -> dict[str, Any]:

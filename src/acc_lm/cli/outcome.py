@@ -31,9 +31,8 @@ def run_to_its_end(
         die_with_launcher()
         output_dir = Path(config.output_dir)
         with StopRequest(output_dir, config.training.max_minutes).listening() as stop_request, ExitStack() as stack:
-            if mode != Mode.DRY_RUN:  # which may try beside a run
-                stack.enter_context(open_output_dir(output_dir))
-                is_ours = mode == Mode.TRAIN
+            stack.enter_context(open_output_dir(output_dir, alone=mode != Mode.DRY_RUN))  # that may try beside a run
+            is_ours = mode == Mode.TRAIN
             return train(config, stop_request, mode)
     except Preempted as stop:
         status, code, reason = stop.status, stop.exit_code, str(stop)
