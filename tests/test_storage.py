@@ -63,11 +63,20 @@ def go_on_with(
     arguments: list[str],
     num_processes: int = 1,
     environment: dict[str, str] | None = None,
+    locked: bool = True,
 ) -> Finished:
-    """Go on, and let there be trouble from the first step on: nothing was found when the run looked at the disk."""
+    """Go on, and let there be trouble from the first step on: nothing was found when the run looked at the disk.
+
+    Args:
+        locked: False: without the run's lock, whose open file would keep a disk from being mounted anew by hand.
+    """
 
     def run() -> int:
         import train
+        from acc_lm.cli import outcome
+
+        if not locked:
+            outcome.open_output_dir = lambda folder, alone: contextlib.nullcontext()  # type: ignore[assignment]
 
         wrap("acc_lm.step.train_step", lambda: trouble(int(os.environ.get("RANK", "0"))))
         return train.main(arguments)
@@ -207,7 +216,7 @@ def test_a_disk_that_turns_read_only_is_the_same(tiny_recipe: Path, tmp_path: Pa
         def turn(_: int) -> None:
             subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
 
-        finished = go_on_with(turn, arguments)
+        finished = go_on_with(turn, arguments, locked=False)
         assert finished.codes == [8], finished.output
         (line,) = finished.errors
         assert os.strerror(errno.EROFS) in line

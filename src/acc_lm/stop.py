@@ -67,12 +67,15 @@ class StopRequest:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._leave_if_stuck, args=(reader, os.getppid()), daemon=True, name="stuck").start()
+        looks = threading.Thread(target=self._leave_if_stuck, args=(reader, os.getppid()), daemon=True, name="stuck")
+        looks.start()
         try:
             yield self
         finally:
             signal.set_wakeup_fd(wakeup)
             writer.close()
+            looks.join(1.0)
+            reader.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
