@@ -26,7 +26,8 @@ def training_block(output: str) -> str:
     steps = [i for i, line in enumerate(lines) if re.match(r"step \d+/", line)]
     scores = next(i for i, line in enumerate(lines) if line.startswith("held-out text, bits per byte"))
     start = [line for line in lines[first : steps[0]] if not line.startswith(("tracking", "output"))]
-    return "\n".join([*start, lines[steps[0]], "...", lines[steps[-1]], *lines[steps[-1] + 1 : scores + 4]])
+    end = [line for line in lines[steps[-1] : scores + 4] if not line.startswith("saved ")]
+    return "\n".join([*start, lines[steps[0]], "...", *end])
 
 
 def insert(readme: str, name: str, text: str) -> str:
