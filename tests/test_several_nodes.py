@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from processes import LAUNCH_VARIABLES, ROOT, run_training
 
@@ -195,6 +196,33 @@ def test_torchrun_on_two_machines_learns_what_one_machine_learns(
     check_run(tmp_path / "run", outputs, "ddp", 2)
     assert metrics(tmp_path / "run") == on_one_machine
     check_wire(nodes)
+
+
+def test_a_machine_that_dies_ends_the_other_within_seconds(nodes: Nodes, tiny: list[str], tmp_path: Path) -> None:
+    """Launcher and process of machine 1 are killed in the middle; the last checkpoint is whole, and one machine goes on."""
+    endless = [*tiny, "training.max_steps=4000", "training.eval_every=null"]
+    files = [tmp_path / f"output-{rank}" for rank in range(2)]
+    commands = by_accelerate(nodes, "multi_node_ddp.yaml", 2, endless)
+    first, second = (nodes.start(command, rank, files[rank]) for rank, command in enumerate(commands))
+    try:
+        end = time.monotonic() + 90
+        while not (tmp_path / "run/checkpoints/step-00000004").exists():
+            assert time.monotonic() < end, files[0].read_text()
+            time.sleep(0.02)
+        for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
+            process.kill()
+        killed = time.monotonic()
+        first.wait(timeout=60)
+        assert time.monotonic() - killed < 30, "it did not wait for its timeout of ten minutes"
+    finally:
+        for launcher in (first, second):
+            launcher.kill() if launcher.poll() is None else None
+            launcher.wait(timeout=40)
+    (line,) = [line for line in files[0].read_text().splitlines() if line.startswith("error: ")]
+    assert "every process must take part, got: " in line
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "worker_lost"
+    alone = run_training([*endless, "training.max_minutes=0.02"], expect=75)
+    assert "resumed from" in alone.output
 
 
 def test_the_page_shows_the_commands_that_ran_here() -> None:

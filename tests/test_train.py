@@ -7,8 +7,11 @@ import math
 import stat
 from pathlib import Path
 
+import pytest
 from processes import Launch, run_everywhere, run_training
 from test_resume import different, tensors_of
+
+GOLDEN = Path(__file__).parent / "golden_losses.json"
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
@@ -159,6 +162,22 @@ def test_two_identical_runs_are_equal_bit_for_bit(tiny: list[str], tmp_path: Pat
     assert different(*(tensors_of(tmp_path / name, 6) for name in ("a", "b"))) == []
 
 
+def test_a_hundred_losses_are_those_that_were_written_down(tiny: list[str], tmp_path: Path) -> None:
+    """In float64, so that neither the processor nor the version of torch decides. `PYTHONPATH=. python tests/test_train.py` writes them anew."""
+    run_training(golden_arguments(tiny[1], tmp_path / "run"))
+    losses = [entry["train/loss"] for entry in read_metrics(tmp_path / "run") if "train/loss" in entry]
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-6)
+    assert len(losses) == 100
+
+
+def golden_arguments(recipe: str, run: Path) -> list[str]:
+    model = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 32, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}"
+    return [
+        "--config", recipe, model, "model.dtype=float64", "training.max_steps=100", "training.log_every=1", "training.eval_every=null",
+        "checkpoint.every=null", f"output_dir={run}",
+    ]  # fmt: skip
+
+
 def test_a_fractional_number_of_epochs_sees_every_row_that_often(tiny: list[str], tmp_path: Path) -> None:
     finished = run_training(
         [
@@ -176,3 +195,17 @@ def test_a_fractional_number_of_epochs_sees_every_row_that_often(tiny: list[str]
     assert summary["step"] == math.ceil(rows / 12)
     half = math.ceil(rows / 2 / 12)
     assert (tmp_path / "run" / "checkpoints" / f"step-{half:08d}").is_dir()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    import conftest
+
+    with tempfile.TemporaryDirectory() as name:
+        text, recipe = Path(name, "words.jsonl"), Path(name, "tiny.yaml")
+        text.write_text("".join(json.dumps({"text": words}) + "\n" for words in conftest.make_words()))
+        recipe.write_text(conftest.tiny_recipe_of(text))
+        run_training(golden_arguments(str(recipe), Path(name, "run")))
+        found = [entry["train/loss"] for entry in read_metrics(Path(name, "run")) if "train/loss" in entry]
+        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
