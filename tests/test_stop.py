@@ -246,21 +246,20 @@ def stop_a_launch(recipe: Path, run: Path, how: str, whom: str) -> float:
         how: a signal's name, STOP (the file) or limit (`training.max_minutes`).
         whom: launcher or process; only a signal goes to one of them.
     """
-    limit = 0.2  # minutes
+    limit = 0.4  # minutes since a process started
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
         "--main_process_port", "0", str(ROOT / "train.py"), "--config", str(recipe), f"output_dir={run}", *LONG,
         "training.micro_batch_size=6", *([f"training.max_minutes={limit}"] if how == "limit" else []),
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
-        wait_for(run)  # made when the recipe has been read, which is when the limit begins
-        started = time.monotonic()
         wait_for_a_step(run, 120)
         workers = psutil.Process(launcher.pid).children()
         assert len(workers) == 2
         asked = time.monotonic()
         if how == "limit":
-            asked = started + 60 * limit
+            first = min(worker.create_time() for worker in workers)
+            asked += first + 60 * limit - time.time()
         elif how == "STOP":
             (run / "STOP").touch()
         else:
