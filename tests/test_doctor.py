@@ -23,7 +23,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_says_what_is_here_for_people_and_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["libraries"]["torch"] == torch.__version__
+    # Some builds of torch name their CUDA to Python and not to pip.
+    assert torch.__version__.startswith(found["libraries"]["torch"])
     assert found["process_groups"]["gloo"] is True
     assert found["cuda"]["available"] == torch.cuda.is_available()
     assert main(["doctor"]) == 0
