@@ -32,14 +32,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--launcher-kills", type=int, default=20)
     parser.add_argument(
-        "--only", metavar="G6,G8", help=f"single ones of {', '.join(GATES)}; no page can be made of them"
+        "--only", metavar="G6,G8", help=f"single ones of {', '.join(GATES)}; a page keeps its other rows"
     )
     known = parser.parse_args()
     only = known.only.split(",") if known.only else list(GATES)
     if unknown := set(only) - set(GATES):
         parser.error(f"--only must name gates of {', '.join(GATES)}, got {', '.join(sorted(unknown))}")
-    if known.only and known.page:
-        parser.error("--only must stand without a page, which is made of all gates")
+    if known.page and known.only and "G10" in only:
+        parser.error("--only must leave out G10 with a page, whose table is made with all gates, got G10")
     import conftest
     from backends import Scenario
     from processes import KEPT_CACHE
@@ -192,7 +192,15 @@ def main() -> None:
         ]  # fmt: skip
         for writer, row in matrix.items():
             lines.append(f"| {writer} | {' | '.join(f'{row[r][0]:.0e}' + ' =' * row[r][1] for r in ENGINES)} |")
-    if known.page:
+    if known.page and known.only:
+        rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
+        block = known.page.read_text().partition("<!-- chaos: generated -->\n")[2].partition("\n<!-- chaos: end -->")[0]
+        kept = [
+            rows.get(line.split("|")[1].strip(), line) if line.startswith("| ") else line for line in block.splitlines()
+        ]
+        kept.append(f"\n{known.only} anew: {machine_line()}")
+        replace_block(known.page, "chaos", "\n".join(kept))
+    elif known.page:
         replace_block(known.page, "chaos", "\n".join(lines))
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-ROUNDS, WINDOWS, STEPS = 7, 7, 12
+ROUNDS, WINDOWS, STEPS = 5, 5, 8
 RECIPE = """
-model: {config: {model_type: gpt2, n_embd: 384, n_layer: 8, n_head: 6, n_positions: 256, vocab_size: 16384}}
+model: {config: {model_type: gpt2, n_embd: 384, n_layer: 6, n_head: 6, n_positions: 256, vocab_size: 8192}}
 tokenizer: {kind: byte}
 data: {source: synthetic, sequence_length: 256}
 training: {max_steps: 1000, global_batch_size: 4, micro_batch_size: 4}
