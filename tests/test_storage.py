@@ -257,3 +257,24 @@ def test_a_folder_that_cannot_be_written_is_found_in_seconds_before_anything_is_
     assert line.startswith("error: output_dir must be a folder that can be written, got /proc/run")
     print(f"{seconds:.1f} s, most of it imports")
     assert seconds < 5
+
+
+def test_a_disk_that_takes_its_time_changes_nothing(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Every flush takes a tenth of a second, as over a network; the checkpoints are the same."""
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    run_training(arguments_of(tiny_recipe, fast))
+
+    def run() -> int:
+        import train
+
+        flush = os.fsync
+
+        def late(descriptor: int) -> None:
+            time.sleep(0.1)
+            flush(descriptor)
+
+        os.fsync = late
+        return train.main(arguments_of(tiny_recipe, slow))
+
+    assert Launch(run).wait(60).codes == [0]
+    assert_equal_runs(fast, slow, 6)
