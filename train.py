@@ -187,7 +187,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                 saver.wait()
                 back = resuming.rewind(accelerator, output_dir, model, optimizer)
                 num_skipped = step - runtime.count_updates(optimizer)
-                watch.rewound(step, back.progress.step, num_skipped, back.state["recent_losses"])
+                watch.rewound(step, back.progress.step, num_skipped, back.state.get("recent_losses", ()))
             if is_due(step, config.distributed.check_parameters_every, 0):
                 runtime.check_replicas(accelerator, model, step)
             request = stop_request.agreed() if step < num_steps else None

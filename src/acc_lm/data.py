@@ -240,8 +240,9 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
     dtype = _id_dtype(facts.vocab_size)
     if plan is not None:
-        # What comes out answers in the words that it was trained on.
-        tokenizer.chat_template = template_of(plan, tokenizer).text
+        # What comes out answers in the words that it was trained on; bare prompts have no roles.
+        if plan.format != "prompt_completion":
+            tokenizer.chat_template = template_of(plan, tokenizer).text
         rows = open_rows(folder, "train", dtype, config)
         if len(rows) < global_batch_size:
             raise DataError(
