@@ -347,3 +347,15 @@ def test_the_synthetic_source_has_the_entropy_it_claims() -> None:
     empirical = -np.log(transitions[states[:-1], states[1:]])
     assert abs(empirical.mean() - entropy_rate(transitions)) < 4 * empirical.std() / math.sqrt(len(empirical))
     assert 1.5 < entropy_rate(transitions) < math.log(64) - 0.5
+
+
+def test_both_splits_keep_documents_apart_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(40)))
+    apart = data_of(tmp_path / "text.jsonl", attend_across_documents=False)
+    together = data_of(tmp_path / "text.jsonl")
+    assert (apart.packs, together.packs) == (True, False)
+    for split in ("train", "evaluation"):
+        batch, plain = getattr(apart, split)[0], getattr(together, split)[0]
+        assert set(batch) - set(plain) == {"position_ids", "document_ids"}
+        assert all(torch.equal(plain[key], batch[key]) for key in plain), "the same rows"
+        assert batch["document_ids"].max() > 0

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from backends import BACKENDS, GLOBAL_BATCH, LENGTH, Scenario, make_config
-from processes import ROOT, launcher_environment, run_everywhere
+from processes import ROOT, launcher_environment, run_everywhere, run_training
 from test_model import MOE, SeenAttention, build
 from torch import nn
 
 import acc_lm.model
 from acc_lm.attention import CAUSAL, block_mask, choose_attention, document_mask, use_block_masks
+from acc_lm.data import Rows
 from acc_lm.errors import ConfigError
+from acc_lm.history import read
 from acc_lm.model import check_packing, install_loss
 from acc_lm.order import MicroBatches, RowOrder, by_length, evaluation_batches
 from acc_lm.packing import CHUNK_TOKENS, WIDTH, PackedRows, one_per_row, pack
@@ -289,6 +294,55 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_items_alone(name: str,
     sums = model(**batch)
     assert sums.num_targets == (batch["targets"] != -100).sum()
     assert abs(sums.nll.item() / expected[0] - 1) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral window"])
+def test_documents_in_rows_of_plain_text_are_alone_too(name: str) -> None:
+    end = 5
+    tokens = np.random.default_rng(1).integers(0, 64, 3 * PLACES - 6).astype(np.uint16)
+    tokens[[0, 20, 21, 47, 48, 49, 100]] = end  # at both edges of a row, and empty documents
+    rows = Rows(tokens, PLACES, end=end)
+    batch = rows.__getitems__([0, 1, 2, -1])
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(batch, (4, PLACES))
+    pieces = []
+    for row in range(3):
+        ids, targets = batch["input_ids"][row], batch["targets"][row]
+        begins = [0, *(place for place in range(1, PLACES) if ids[place] == end)]
+        for begin, stop in itertools.pairwise([*begins, PLACES]):
+            pieces.append((ids[None, begin:stop], targets[None, begin:stop]))
+            assert torch.equal(batch["position_ids"][row, begin:stop], torch.arange(stop - begin))
+    assert sum(int((targets != -100).sum()) for _, targets in pieces) == len(tokens) - 1, "no target is lost"
+    assert len(pieces) >= 8
+    expected = reference(name, torch.float32, [piece for piece in pieces if (piece[1] != -100).any()])
+    model = make_model(name)
+    loss = model(**batch)
+    loss.backward()
+    off = differences(model, loss, expected)
+    assert max(off) < 1e-6, off
+    across = make_model(name)
+    loss = across(input_ids=batch["input_ids"], targets=batch["targets"])
+    loss.backward()
+    assert differences(across, loss, expected)[1] > 1e-2
+
+
+@pytest.mark.parametrize(("config", "num_processes"), [("ddp", 2), ("fsdp2", 2)])
+def test_a_run_that_keeps_documents_apart_is_the_same_on_any_backend(
+    config: str, num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {i} of {i % 7}"}}\n' for i in range(200)))
+    recipe = [*tiny, f"data.files=[{tmp_path}/text.jsonl]", "training.micro_batch_size=6", "training.log_every=1"]
+    alone = [*recipe, "data.attend_across_documents=false"]
+    environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
+    assert "none sees another" in run_training([*alone, f"output_dir={tmp_path}/one"]).output
+    run_training([*alone, f"output_dir={tmp_path}/two"], num_processes, environment)
+    assert json.loads((tmp_path / "two" / "environment.json").read_text())["strategy"] == config
+    run_training([*recipe, f"output_dir={tmp_path}/across"])
+    one, two, across = (
+        [entry[key] for entry in read(tmp_path / name) for key in ("train/loss", "train/grad_norm", "eval/loss") if key in entry]
+        for name in ("one", "two", "across")
+    )  # fmt: skip
+    assert np.allclose(one, two, rtol=1e-5)
+    assert not np.allclose(one, across, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", EXACT_IN_FLOAT64)

@@ -155,6 +155,8 @@ class DataConfig(Section):
     """Share of the conversations that may be cut, have no target, or lose content to the template; more is an error."""
     packing: bool = True
     """Rows of conversations hold several, none of which sees another; false: one a row, padded, for models that cannot."""
+    attend_across_documents: bool = True
+    """Rows of plain text: a position sees the whole row before it, other documents too; false: its own document only."""
     text_column: str = "text"
     """Column that holds the text in everything but txt files."""
     skip_bad_rows: Count = 0

@@ -63,7 +63,9 @@ def start_block(
     ]
     if facts.conversations:
         lines.append(("learned", facts.conversations))
-    if isinstance(data.train, PackedRows) and data.packs:
+    if data.packs and not isinstance(data.train, PackedRows):
+        lines.append(("documents", "none sees another"))
+    elif isinstance(data.train, PackedRows) and data.packs:
         empty = 1 - data.train.lengths.sum() / (rows * config.data.sequence_length)
         lines.append(
             ("packing", f"{len(data.train.packing.items) / rows:.1f} items a row, {empty:.1%} of the places empty")

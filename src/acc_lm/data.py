@@ -55,12 +55,20 @@ class Rows(Dataset[Batch]):
         tokens: ids of the whole split, uint16 or uint32 [num_tokens], memory-mapped.
         sequence_length: targets per row.
         bytes_of_token: UTF-8 bytes that each token stands for, uint32 [num_tokens]; None where nobody asks.
+        end: id behind each document, at which a position sees nothing before it; None: rows are read as one text.
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, bytes_of_token: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        bytes_of_token: np.ndarray | None = None,
+        end: int | None = None,
+    ) -> None:
         self.tokens = np.asarray(tokens)
         self.sequence_length = sequence_length
         self.bytes_of_token = bytes_of_token
+        self.end = end
 
     def __len__(self) -> int:
         return math.ceil((len(self.tokens) - 1) / self.sequence_length)
@@ -71,6 +79,8 @@ class Rows(Dataset[Batch]):
     def __getitems__(self, rows: Iterable[int]) -> Batch:
         """input_ids and targets, int64 [B, sequence_length]; targets[t] follows input_ids[t], or is IGNORE_INDEX.
 
+        With an `end`, position_ids and document_ids too: an end token is position 0 of the document behind it, so that
+        every first token is predicted from it alone and no target is lost.
         Row -1 is an empty row: it fills up the last batch of an evaluation and has no target.
         """
         rows = list(rows)
@@ -89,7 +99,14 @@ class Rows(Dataset[Batch]):
             targets = targets.clone()
             for i, count in short:
                 targets[i, count - 1 :] = IGNORE_INDEX
-        return {"input_ids": tensor[:, :-1], "targets": targets}
+        batch = {"input_ids": tensor[:, :-1], "targets": targets}
+        if self.end is None:
+            return batch
+        begins = ids[:, :-1] == self.end
+        places = np.arange(length)
+        positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        documents = begins.cumsum(axis=1)
+        return batch | {"position_ids": torch.from_numpy(positions), "document_ids": torch.from_numpy(documents)}
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Targets in these rows."""
@@ -144,7 +161,7 @@ class Data:
     @property
     def packs(self) -> bool:
         """Whether rows hold several documents that must not see each other."""
-        return isinstance(self.train, PackedRows) and not self.train.padded
+        return self.train.end is not None if isinstance(self.train, Rows) else not self.train.padded
 
     @property
     def padded_lengths(self) -> np.ndarray | None:
@@ -250,11 +267,13 @@ def _load(
                 f"of {config.sequence_length} tokens; lower it or add conversations"
             )
         return Data(rows, open_rows(folder, "eval", dtype, config), tokenizer, facts, key)
-    train = Rows(np.memmap(folder / "train.bin", dtype=dtype, mode="r"), config.sequence_length)
+    end = None if config.attend_across_documents else tokenizer.eos_token_id
+    train = Rows(np.memmap(folder / "train.bin", dtype=dtype, mode="r"), config.sequence_length, end=end)
     evaluation = Rows(
         np.memmap(folder / "eval.bin", dtype=dtype, mode="r"),
         config.sequence_length,
         np.asarray(np.memmap(folder / "eval_bytes.bin", dtype=np.uint32, mode="r")),
+        end,
     )
     _check_amount(len(train.tokens), config.sequence_length, global_batch_size, exact=True)
     return Data(train, evaluation, tokenizer, facts, key)

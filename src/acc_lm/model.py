@@ -329,7 +329,8 @@ def check_packing(model: PreTrainedModel, sequence_length: int) -> None:
     if not same:
         raise ConfigError(
             f"data.packing must be false for a model of type {model.config.model_type}, got true, which "
-            "changes the losses of the documents in a row; set data.packing: false (padded, no loss changes)"
+            "changes the losses of the documents in a row; set data.packing: false (padded, no loss changes), "
+            "or for plain text data.attend_across_documents: true"
         )
 
 
