@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -299,6 +300,64 @@ def test_merged_logits_are_those_of_adapter_and_base(
         assert torch.equal(put_beside(open_adapter(tmp_path / "converted"), base).eval()(ids).logits, together)  # type: ignore[arg-type]
 
 
+def look_at_types(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
+    """Type and bytes of each parameter that is not trained, and of each that is."""
+    from acc_lm.runtime import bare_model
+
+    named = dict(bare_model(model).named_parameters())
+    return {
+        "frozen": {name: (str(p.dtype), p.detach().view(-1).view(torch.uint8).numpy().tobytes()) for name, p in named.items() if not p.requires_grad},
+        "trained": {str(p.dtype) for p in named.values() if p.requires_grad},
+    }  # fmt: skip
+
+
+def test_a_base_in_4_bits_learns_the_same_on_one_process_and_on_several(
+    bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
+) -> None:
+    four_bits = beside(bases, "llama", *LORA, "adapter.quantize_base=nf4")
+    one = run_backend("single", 1, [replace(four_bits, save=tmp_path)], look_at_types)[0]
+    load = tmp_path / f"checkpoints/step-{STEPS // 2:08d}"
+    several, went_on = run_backend("ddp", 2, [four_bits, replace(four_bits, load=load)], look_at_types)
+    for curve in (several, went_on):
+        expected = {step: one.metrics[step] for step in curve.metrics}
+        assert max(largest_differences(expected, curve.metrics).values()) <= 1e-6
+        assert curve.extra["frozen"] == one.extra["frozen"], "the same 4 bits on every process, before and after"
+    quantized = {name for name, (dtype, _) in one.extra["frozen"].items() if dtype == "torch.uint8"}
+    assert quantized == {name for name in one.extra["frozen"] if name.endswith("base_layer.weight")}
+    assert len(quantized) == 2 * 7
+    assert sum(len(one.extra["frozen"][name][1]) for name in quantized) * 2 == 2 * (4 * 32 + 3 * 64 - 2 * 16) * 32
+    assert one.extra["trained"] == {"torch.float32"}
+    off = largest_differences(curves["single"]["llama"].metrics, one.metrics)["train/loss"]
+    assert 1e-5 < off < 5e-2, "4 bits are another base, but not a far one"
+
+
+def test_a_run_beside_4_bits_is_resumed_exported_and_merged(recipe: list[str], tmp_path: Path) -> None:
+    whole, stopped, four_bits = tmp_path / "whole", tmp_path / "stopped", [*recipe, "adapter.quantize_base=nf4"]
+    run_training([*four_bits, f"output_dir={whole}"])
+    shutil.copytree(whole, stopped)
+    for step in (4, 5, 6):
+        shutil.rmtree(stopped / f"checkpoints/step-{step:08d}")
+    assert "step-00000003 at step 3" in run_training([*four_bits, f"output_dir={stopped}"]).output
+    assert different(tensors_of(whole, 6), tensors_of(stopped, 6)) == []
+    assert main(["export", "--merge", str(whole / "final"), str(tmp_path / "merged")]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+
+
+def test_what_cannot_be_in_4_bits_is_one_line(
+    bases: Bases, recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four_bits = AdapterConfig(kind="lora", quantize_base="nf4")
+    with pytest.raises(ConfigError, match=r"must be none for transformer.h.0.attn.c_attn, a Conv1D, got nf4"):
+        build(bases, four_bits, "gpt2")
+    environment = launcher_environment(ROOT / "accelerate_configs/fsdp2.yaml", 2)
+    overrides = ["adapter.quantize_base=nf4", f"output_dir={tmp_path / 'run'}"]
+    finished = run_training([*recipe, *overrides], 2, environment, expect=4)
+    assert "error: adapter.quantize_base must be none under fsdp2, which cannot divide" in finished.output
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn.modules", None)
+    with pytest.raises(ConfigError, match="without bitsandbytes, got nf4; pip install bitsandbytes"):
+        build(bases, four_bits)
+
+
 def test_dry_run_tries_an_adapter_and_leaves_nothing(recipe: list[str], tmp_path: Path) -> None:
     finished = run_training([*recipe, f"output_dir={tmp_path / 'run'}", "--dry-run"])
     assert "every tensor is bit for bit what was saved" in finished.output
@@ -405,6 +464,9 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "no base": (
         ["model.name_or_path=null", "model.config={model_type: llama}"], 2,
         "model.name_or_path must be the model that the adapter is for, got null; name one, or train the model itself",
+    ),
+    "4 bits of what is trained": (
+        ["adapter.kind=none", "adapter.quantize_base=nf4"], 2, "adapter.quantize_base must be none without an adapter, got nf4",
     ),
     "rows for new ids": (["model.resize_embeddings=true"], 2, "model.resize_embeddings must be false beside an adapter"),
     "both ways to freeze": (["model.freeze=[lm_head*]"], 2, "model.freeze must be empty beside an adapter"),

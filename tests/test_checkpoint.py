@@ -343,6 +343,15 @@ def test_newest_and_best_are_kept_and_known(tiny: list[str], tmp_path: Path) -> 
     assert summary["eval_loss"]["best_step"] == best
 
 
+def test_a_run_that_was_copied_without_its_links_goes_on(finished_run: Path, tiny: list[str], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    assert (run / "checkpoints/latest/manifest.json").is_file()
+    assert not (run / "checkpoints/latest").is_symlink()
+    run_training([*tiny, "training.max_steps=8", "checkpoint.keep_last=null"])
+    assert os.readlink(run / "checkpoints/latest") == "step-00000008"
+    assert steps_of(run) == [2, 4, 6, 8]
+
+
 def test_a_good_evaluation_is_saved_even_when_no_save_is_due(tiny: list[str], tmp_path: Path) -> None:
     run_training([*tiny, "checkpoint.every=null", "training.eval_every=2", "optimizer.learning_rate=1e-2"])
     losses = [

@@ -44,7 +44,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
         base: checksum of the model's weights, which checkpoints and exports of the adapter will name.
 
     Raises:
-        ConfigError: `target_modules` names something else than linear layers of the model.
+        ConfigError: `target_modules` names something else than linear layers of the model, or they cannot be quantized.
     """
     from peft import get_peft_model
 
@@ -56,6 +56,47 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
         )  # of layers that store their weight the other way round, which peft then respects
         get_peft_model(model, lora)
     model.base_checksum = base  # type: ignore[assignment]
+    if config.quantize_base != "none":
+        _quantize(model, config.quantize_base)
+
+
+def _quantize(model: nn.Module, kind: str) -> None:
+    """Keep the layers that matrices are beside in 4 bits, from when they are moved to their device on.
+
+    They compute in the type that they had. Each process quantizes the same weights, so all have the same ones.
+
+    Raises:
+        ConfigError: no bitsandbytes, or layers that it has no 4-bit kind of.
+    """
+    try:
+        from bitsandbytes.nn.modules import Linear4bit, Params4bit
+    except ImportError:
+        raise ConfigError(
+            f"adapter.quantize_base must be none without bitsandbytes, got {kind}; pip install bitsandbytes"
+        ) from None
+    for name, layer in model.named_modules():
+        base = getattr(layer, "base_layer", None)
+        if base is None:
+            continue
+        if not isinstance(base, nn.Linear):
+            raise ConfigError(
+                f"adapter.quantize_base must be none for {name}, a {type(base).__name__}, got {kind}, which is for torch's Linear only"
+            )
+        if base.weight.is_meta:  # a model without weights, of which only the shapes matter
+            continue
+        small = Linear4bit(
+            base.in_features,
+            base.out_features,
+            base.bias is not None,
+            base.weight.dtype,
+            quant_type=kind,
+            device="meta",
+        )
+        small.weight = Params4bit(base.weight.data, requires_grad=False, quant_type=kind)
+        small.bias = base.bias
+        # An evaluation on a CPU would pack the weights anew, in a way that training cannot read.
+        small.support_avx512bf16_for_cpu = False
+        layer.base_layer = small
 
 
 def lora_settings(config: AdapterConfig, target_modules: list[str]) -> LoraConfig:

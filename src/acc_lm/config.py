@@ -115,6 +115,17 @@ class AdapterConfig(Section):
     """Train the length of each output's weights apart from their direction (Liu et al., 2024, arXiv:2402.09353)."""
     use_rslora: bool = False
     """The product counts alpha / sqrt(rank) times (Kalajdzievski, 2023, arXiv:2312.03732)."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """nf4: the layers that get matrices are themselves kept in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
+
+    @model_validator(mode="after")
+    def _quantized_is_beside_an_adapter(self) -> AdapterConfig:
+        if self.quantize_base != "none" and self.kind == "none":
+            raise ValueError(
+                f"quantize_base must be none without an adapter, got {self.quantize_base}, in which nothing can be trained; "
+                "set adapter.kind to lora"
+            )
+        return self
 
 
 class TokenizerConfig(Section):

@@ -102,6 +102,8 @@ def _link(link: Path, folder: Path) -> None:
     temporary = link.with_name(f"tmp-{link.name}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.name)
+    if link.is_dir() and not link.is_symlink():  # a run that was copied as if links were folders
+        shutil.rmtree(link)
     temporary.replace(link)
 
 

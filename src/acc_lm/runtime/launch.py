@@ -191,6 +191,11 @@ def _refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
             f"model.freeze must be empty under DeepSpeed with {precision}, which keeps the frozen weights in 16 bits only and would save "
             f"them so, got {list(config.model.freeze)}; use training.mixed_precision=no, or accelerate_configs/fsdp2.yaml"
         )
+    if strategy not in ("single", "ddp") and config.adapter.quantize_base != "none":
+        raise MachineError(
+            f"adapter.quantize_base must be none under {strategy}, which cannot divide weights of 4 bits, got "
+            f"{config.adapter.quantize_base}; use accelerate_configs/ddp.yaml, on which each process has them whole"
+        )
 
 
 def _checked_precision(training: TrainingConfig, has_accelerator: bool) -> str:
