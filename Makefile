@@ -34,6 +34,7 @@ readme: .venv/installed
 parity: .venv/installed
 	$(BIN)/acc-lm parity --output docs/parity.md
 	$(BIN)/python benchmarks/precision.py docs/parity.md
+	$(BIN)/python benchmarks/trained.py docs/parity.md
 
 memory: .venv/installed
 	$(BIN)/python benchmarks/memory.py docs/parity.md

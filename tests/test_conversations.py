@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from backends import STRATEGY
 from processes import ROOT, launcher_environment, run_training, start_training
-from test_resume import assert_equal_runs
+from test_resume import assert_equal_logs, different, tensors_of
 
+from acc_lm.cli.parity import largest_differences, read_metrics
 from acc_lm.history import read
 
 NAMES = ["Ada", "Bo", "Cy", "Dee", "Éva", "日本", "Gus", "Hal"]
@@ -52,10 +55,6 @@ def arguments(tiny: list[str], file: Path, run: Path, *more: str) -> list[str]:
         *tiny, f"data.files={file}", f"output_dir={run}", "data.sequence_length=96", "data.eval_fraction=0.2", "training.global_batch_size=6",
         "training.micro_batch_size=3", "training.log_every=1", "checkpoint.keep_last=null", *more,
     ]  # fmt: skip
-
-
-def curve(run: Path) -> list[tuple[float, float]]:
-    return [(e["train/loss"], e["train/grad_norm"]) for e in read(run) if "train/loss" in e]
 
 
 def final_loss(run: Path) -> float:
@@ -122,50 +121,111 @@ def test_packed_and_padded_rows_have_the_same_held_out_loss(
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-6)
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-def test_every_engine_learns_what_one_process_learns(
-    packing: str, files: dict[str, Path], tiny: list[str], tmp_path: Path
+# --- every pair of what is read, what is trained, how rows are made, and what it runs on --------------------------
+
+
+class Case(NamedTuple):
+    format: str
+    trained: str
+    rows: str
+    engine: str
+
+    def __str__(self) -> str:
+        return ", ".join(self)
+
+
+FORMATS, TRAINED, ENGINES = (
+    ("text", "prompt_completion", "messages"), ("full", "LoRA"), ("single", "ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"),
+)  # fmt: skip
+CASES = [
+    Case(format, TRAINED[(i + j) % 2], ("packed", "padded")[(2 * i + j) // 2 % 2], engine)
+    for i, format in enumerate(FORMATS)
+    for j, engine in enumerate(ENGINES)
+]
+"""Each value of an axis with each of every other one; padded text is text whose documents see each other."""
+QUICK = [case for case in CASES if FORMATS.index(case.format) == ENGINES.index(case.engine) % 3]
+
+
+def test_each_pair_of_values_is_among_the_cases() -> None:
+    for one, other in itertools.combinations(range(4), 2):
+        values = [{case[axis] for case in CASES} for axis in (one, other)]
+        assert {(case[one], case[other]) for case in CASES} == set(itertools.product(*values))
+    assert [{case[axis] for case in QUICK} for axis in range(4)] == [
+        {case[axis] for case in CASES} for axis in range(4)
+    ]
+
+
+class Outcome(NamedTuple):
+    differences: dict[str, float]
+    """Largest, relative, of any step from one process."""
+    same_rows: bool
+    same_after_kill: bool
+    """Every number and byte of the run that was killed are those of the run that was not."""
+
+
+def try_case(case: Case, tiny: list[str], base: Path, folder: Path) -> Outcome:
+    """10 steps on one process, 10 on the engine, and 10 that were killed at the save of step 8."""
+    file = folder / "data.jsonl"
+    if case.format == "text":
+        file.write_text("".join(json.dumps({"text": f"{a} {b}"}) + "\n" for a, b in exchanges()))
+        how = f"data.attend_across_documents={str(case.rows == 'padded').lower()}"
+    else:
+        write(file, case.format)
+        how = f"data.packing={str(case.rows == 'packed').lower()}"
+    words = [
+        *tiny,
+        how,
+        "training.max_steps=10",
+        "training.eval_every=5",
+        "checkpoint.every=4",
+        "checkpoint.keep_best=0",
+    ]
+    if case.trained == "LoRA":
+        model = ["model.config=null", f"model.name_or_path={base}/final", "adapter.kind=lora", "adapter.rank=2"]
+        words += [*model, "optimizer.learning_rate=1e-2"]
+    count, environment = 1, {}
+    if case.engine != "single":
+        count, environment = 2, launcher_environment(ROOT / f"accelerate_configs/{case.engine}.yaml", 2)
+    one, whole, run = (folder / name for name in ("one", "whole", "run"))
+    run_training(arguments(words, file, one))
+    run_training(arguments(words, file, whole), count, environment)
+    assert json.loads((whole / "environment.json").read_text())["strategy"] == STRATEGY[case.engine][0]
+    crash = {"ACC_LM_CRASH_AT": "before_tmp@2"}
+    assert -signal.SIGKILL in start_training(arguments(words, file, run), count, environment | crash).wait().codes
+    assert "at step 4" in run_training(arguments(words, file, run), count, environment).output
+    ledgers = [json.loads((folder / "summary.json").read_text())["ledger"] for folder in (one, whole)]
+    (final,) = [path.relative_to(whole) for path in (whole / "final").glob("*.safetensors")]
+    assert_equal_logs(whole, run)
+    same = different(tensors_of(whole, 10), tensors_of(run, 10)) == []
+    same &= (whole / final).read_bytes() == (run / final).read_bytes()
+    return Outcome(largest_differences(read_metrics(one), read_metrics(whole)), ledgers[0] == ledgers[1], same)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_recipe: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose final/ is a model to put adapters beside."""
+    run = tmp_path_factory.mktemp("base") / "run"
+    run_training(arguments(["--config", str(tiny_recipe)], files["messages"], run))
+    return run
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_whatever_is_trained_is_the_same_everywhere(case: Case, tiny: list[str], base: Path, tmp_path: Path) -> None:
+    outcome = try_case(case, tiny, base, tmp_path)
+    assert {"train/loss", "train/grad_norm", "eval/loss"} <= outcome.differences.keys()
+    assert max(outcome.differences.values()) <= 1e-5, outcome.differences
+    assert outcome.same_rows
+    assert outcome.same_after_kill
+
+
+def test_an_adapter_is_tried_on_conversations_before_it_is_trained(
+    files: dict[str, Path], tiny: list[str], base: Path, tmp_path: Path
 ) -> None:
-    one = tmp_path / "one"
-    run_training(arguments(tiny, files["messages"], one, f"data.packing={packing}"))
-    for config in ("ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"):
-        run = tmp_path / config
-        environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
-        run_training(arguments(tiny, files["messages"], run, f"data.packing={packing}"), 2, environment)
-        assert json.loads((run / "environment.json").read_text())["strategy"] == STRATEGY[config][0]
-        for mine, theirs in zip(curve(run), curve(one), strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-5)
-        assert final_loss(run) == pytest.approx(final_loss(one), rel=1e-6)
-        ledgers = [json.loads((r / "summary.json").read_text())["ledger"] for r in (run, one)]
-        assert ledgers[0] == ledgers[1]
-
-
-@pytest.mark.parametrize("packing", ["true", "false"])
-def test_killed_in_the_middle_it_ends_the_same(
-    packing: str, files: dict[str, Path], tiny: list[str], tmp_path: Path
-) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    more = (f"data.packing={packing}", "checkpoint.every=2")
-    run_training(arguments(tiny, files["alpaca"], whole, *more), 2)
-    killed = start_training(arguments(tiny, files["alpaca"], run, *more), 2, {"ACC_LM_CRASH_AT": "before_tmp@2"})
-    assert -signal.SIGKILL in killed.wait().codes
-    assert "resumed from" in run_training(arguments(tiny, files["alpaca"], run, *more), 2).output
-    assert_equal_runs(whole, run, 6)
-
-
-def test_an_adapter_learns_from_conversations_too(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    run_training(arguments(tiny, files["messages"], base))
     model = ["model.config=null", f"model.name_or_path={base}/final", "adapter.kind=lora", "adapter.rank=2"]
-    run = tmp_path / "lora"
-    finished = run_training(arguments(tiny, files["messages"], run, *model, "optimizer.learning_rate=1e-2"))
-    assert curve(run)[-1][0] < curve(base)[-1][0]
-    assert (run / "final/adapter_model.safetensors").is_file()
-    assert (
-        "dry run: everything works here"
-        in run_training([*arguments(tiny, files["messages"], run, *model), "--dry-run"]).output
-    )
-    assert "trained)" in finished.output
+    tried = run_training([*arguments(tiny, files["messages"], tmp_path / "lora", *model), "--dry-run"])
+    assert "dry run: everything works here" in tried.output
 
 
 MAMBA = "model.config={model_type: mamba, hidden_size: 16, num_hidden_layers: 1, state_size: 4}"

@@ -1,0 +1,52 @@
+"""What is read x what is trained x how rows are made x what it runs on: every pair of values, run; a table of docs/parity.md.
+
+python benchmarks/trained.py [docs/parity.md]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def main(page: Path | None) -> None:
+    import conftest  # imports what the forked processes need
+    from processes import run_training
+    from test_conversations import CASES, arguments, try_case, write
+
+    from acc_lm.cli.parity import machine_line, replace_block
+
+    lines = [
+        "`python benchmarks/trained.py docs/parity.md`: 10 steps, the largest relative difference of any step from one process on the same rows; "
+        "then the same launch killed with SIGKILL at its second save and started again. Every value of a column was run with every value of each "
+        "other column. For text, packed is `data.attend_across_documents: false`, padded is rows that are read as one text.",
+        "", machine_line(), "",
+        "| data | trained | rows | engine | loss | gradient norm | evaluation | rows of each step | after the kill |", "|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        recipe = folder / "tiny.yaml"
+        recipe.write_text(conftest.tiny_recipe_of(folder / "unused.txt"))
+        tiny = ["--config", str(recipe)]
+        base = folder / "base"
+        run_training(arguments(tiny, write(folder / "base.jsonl", "messages"), base))
+        for case in CASES:
+            place = Path(tempfile.mkdtemp(dir=folder))
+            outcome = try_case(case, tiny, base, place)
+            far = " | ".join(f"{outcome.differences[k]:.0e}" for k in ("train/loss", "train/grad_norm", "eval/loss"))
+            rows = "the same" if outcome.same_rows else "OTHER"
+            killed = "bit for bit" if outcome.same_after_kill else "OTHER"
+            lines.append(f"| {' | '.join(case)} | {far} | {rows} | {killed} |")
+            print(lines[-1], flush=True)
+    if page:
+        replace_block(page, "trained", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
