@@ -150,6 +150,8 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     # DeepSpeed is imported even where it is not used (transformers does, when it saves a model), and talks.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
+    # So is bitsandbytes, by peft, and it misses a kernel from the Hub that nobody asked for.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: record.levelno > logging.WARNING)
     warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # Accelerate's HSDP mesh, on every process
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
