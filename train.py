@@ -62,7 +62,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     # Where the last run stopped, if there was one
     found = retention.Found(None)
     if mode != Mode.DRY_RUN:
-        found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint.resume)
+        found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint)
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(
             f"--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint in {output_dir}"
@@ -78,9 +78,10 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
     peers.check_same({"the text": data.key})
-    order = RowOrder(config.seed, len(data.train), training.global_batch_size)
+    lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
+    order = RowOrder(config.seed, len(data.train), training.global_batch_size, lag)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
-    learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps, training.global_batch_size)
+    learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps, order.global_batch_size, lag)
 
     # Model and optimizer, spread over the hardware by `prepare`
     tokenizer = data.tokenizer
@@ -101,7 +102,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         resuming.check_same_text(found.checkpoint, config, data.key)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
-        notes.append(f"resumed from {resumed_from} at step {progress.step} (checked in {found.seconds:.1f} s)")
+        notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
     if is_main and mode == Mode.TRAIN:
         retention.set_aside(output_dir, found)
@@ -113,7 +114,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     if mode == Mode.TRAIN:
         tracking.start(config, output_dir, num_steps)
     say(
-        start_block(config, identity, model_facts, data, num_steps, tracking.description),
+        start_block(
+            config, identity, model_facts, data, num_steps, order.places_after(num_steps), tracking.description
+        ),
         *map(printable, notes),
         sep="\n",
     )
@@ -185,7 +188,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             bar.advance()
             if watch.note(step, outcome):
                 saver.wait()
-                back = resuming.rewind(accelerator, output_dir, model, optimizer)
+                back = resuming.rewind(accelerator, output_dir, model, optimizer, config.checkpoint)
                 num_skipped = step - runtime.count_updates(optimizer)
                 watch.rewound(step, back.progress.step, num_skipped, back.state.get("recent_losses", ()))
             if is_due(step, config.distributed.check_parameters_every, 0):

@@ -76,6 +76,35 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert (run / "checkpoints/step-00000006" / MANIFEST).is_file(), "and written again"
 
 
+def test_by_size_only_what_is_not_there_is_seen(run: Path, tiny: list[str]) -> None:
+    """`checkpoint.verify=size` reads no tensor: a changed byte of one is loaded, a cut file or a changed header is not."""
+    by_size, tensors = [*tiny, "checkpoint.verify=size"], newest(run) / TENSORS
+    written = tensors.read_bytes()
+    header = 8 + int.from_bytes(written[:8], "little")
+    # The lowest bits of the last number.
+    tensors.write_bytes(written[:-4] + bytes([written[-4] ^ 1]) + written[-3:])
+    assert "step-00000006 at step 6 (checked by size in 0." in run_training(by_size).output
+    assert (
+        "does not match its checksum"
+        in run_training([*tiny, f"checkpoint.resume={tensors.parent}"], expect=5).errors[0]
+    )
+    cases = {
+        "tensors-00000-of-00001.safetensors has": written[:-1],
+        "is no safetensors file": written[:20] + b"}" + written[21:],
+    }
+    for says, data in cases.items():
+        tensors.write_bytes(data)
+        finished = run_training([*by_size, f"checkpoint.resume={tensors.parent}"], expect=5)
+        assert says in finished.errors[0]
+    tensors.write_bytes(written[:header].replace(b'"pieces"', b'"piecez"') + written[header:])
+    finished = run_training(by_size, expect=5)
+    (line,) = finished.errors
+    assert f"{tensors} must hold pieces of tensors, got: 'pieces'; remove it, or set checkpoint.verify=full" in line
+    tensors.write_bytes(written)
+    flip_a_byte(tensors.parent / STATE)
+    assert "state.json does not match its checksum" in run_training(by_size).output
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_a_checkpoint_of_several_processes_needs_all_of_its_parts(damage: str, tiny: list[str], tmp_path: Path) -> None:
     run_training([*tiny, "training.micro_batch_size=6"], num_processes=2)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from processes import ROOT, Finished, Launch, launcher_environment, run_training
-from test_resume import metrics_of
+from test_resume import assert_equal_runs, metrics_of
 
 STEPS, GLOBAL_BATCH = 20, 12
 
@@ -24,7 +26,7 @@ def arguments_of(recipe: Path, run: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def note_rows(file: Path) -> None:
+def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
     """Write down which rows this process trains on, step by step: those that are read, not those that are planned."""
     import acc_lm.data
     import acc_lm.step
@@ -38,7 +40,7 @@ def note_rows(file: Path) -> None:
 
     def stepping(*arguments: object, **keywords: object) -> object:
         outcome = train_step(*arguments, **keywords)  # type: ignore[arg-type]
-        share = GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", "1"))
+        share = global_batch // int(os.environ.get("WORLD_SIZE", "1"))
         assert len(read) in (share, share + 1), "one row warms up before the first step"
         with file.open("a") as lines:
             print(json.dumps([keywords["step"], read[-share:]]), file=lines)
@@ -163,3 +165,62 @@ def test_a_run_that_changes_hardware_is_the_run_of_one_process(tiny_recipe: Path
     way, worst, num_rows = go_elastic(tiny_recipe, tmp_path)
     print(f"{way}: losses within {worst:.0e}, {num_rows} rows once per epoch")
     assert worst < 1e-5
+
+
+def test_a_changed_global_batch_goes_on_where_the_rows_are(tiny_recipe: Path, tmp_path: Path) -> None:
+    """12 rows a step, then 18, then 12 again on two processes: every row once per epoch, the rates those of the place.
+
+    Killed among the steps of 18, it ends bit for bit like the run that was not.
+    """
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    sequence: list[int] = []
+
+    def leg(size: int, epochs: int, killed_at: int = 0, num_processes: int = 1, folder: Path = run) -> str:
+        arguments = [
+            *arguments_of(tiny_recipe, folder), "training.max_steps=null", f"training.num_epochs={epochs}", "training.micro_batch_size=6",
+            f"training.global_batch_size={size}", "checkpoint.allow_changed_recipe=true", "checkpoint.keep_last=null",
+        ]  # fmt: skip
+        notes = [tmp_path / f"{folder.name}-{size}-{epochs}-{killed_at}-{rank}" for rank in range(num_processes)]
+
+        def train_leg() -> int:
+            import train
+
+            at_step(killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL))()
+            note_rows(notes[int(os.environ.get("RANK", "0"))], size)
+            return train.main(arguments)
+
+        finished = Launch(train_leg, num_processes).wait(60)
+        assert finished.codes == [-signal.SIGKILL if killed_at else 0] * num_processes, finished.outputs
+        if folder == run:
+            for lines in zip(*(file.read_text().splitlines() for file in notes), strict=True):
+                sequence.extend(row for line in lines for row in json.loads(line)[1])
+        return finished.output
+
+    leg(12, 2, killed_at=6)
+    shutil.copytree(run, whole, symlinks=True)
+    leg(18, 2, folder=whole)
+    first = leg(18, 2, killed_at=9)
+    assert "the global batch was 12 rows, is 18: the run goes on after the 60 rows that it has seen" in first
+    again = leg(18, 2)
+    assert "at step 8" in again
+    assert "the global batch was" not in again
+    assert_equal_runs(whole, run, 5 + 8)
+    assert "the global batch was 18 rows, is 12: the run goes on after the 204 rows" in leg(12, 3, num_processes=2)
+
+    num_rows = 97
+    assert json.loads((run / "summary.json").read_text())["samples_seen"] == len(sequence) == 60 + 8 * 18 + 8 * 12
+    for epoch in range(3):
+        assert sorted(sequence[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+    rates = {entry["step"]: entry["train/learning_rate"] for entry in metrics_of(run) if "train/loss" in entry}
+    assert list(rates) == list(range(1, 22))
+    assert all(abs(rates[step] - rate_at((step - 1) * 12, 17 * 12, 12)) < 1e-12 for step in range(1, 6))
+    assert all(abs(rates[step] - rate_at(60 + (step - 6) * 18, 60 + 8 * 18, 18)) < 1e-12 for step in range(6, 14))
+    assert all(abs(rates[step] - rate_at(204 + (step - 14) * 12, 300, 12)) < 1e-12 for step in range(14, 22))
+
+
+def rate_at(place: int, length: int, size: int) -> float:
+    """The cosine of the tiny recipe over rows: 2 steps of warm-up, then down to 0 where the run ends."""
+    warm_up = 2 * size
+    if place < warm_up:
+        return 1e-3 * place / warm_up
+    return 0.5e-3 * (1 + math.cos(math.pi * (place - warm_up) / (length - warm_up)))

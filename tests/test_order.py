@@ -63,6 +63,23 @@ def test_steps_of_epochs() -> None:
     assert not any(order.completes_epochs(step, None) for step in range(1, 20))
 
 
+def test_with_another_global_batch_the_places_go_on() -> None:
+    before = RowOrder(seed=1, num_rows=25, global_batch_size=8)
+    progress = Progress()
+    for step in range(1, 5):
+        progress = progress.advance(before.rows_at(step), 1)
+    assert progress.lag(8) == 0
+    for size in (12, 5):
+        order = RowOrder(1, 25, size, progress.lag(size))
+        rows = np.concatenate([order.rows_at(step) for step in range(5, 5 + 60 // size)])
+        assert rows.tolist() == np.concatenate([before.rows_at(step) for step in range(5, 13)])[: len(rows)].tolist()
+        assert order.count_steps(3) == 4 + -(-(75 - 32) // size)
+    assert [step for step in range(5, 16) if RowOrder(1, 25, 5, progress.lag(5)).completes_epochs(step, 1)] == [8, 13]
+    # One step further it is the same order: nothing but the progress has to be remembered.
+    order = RowOrder(1, 25, 12, progress.lag(12))
+    assert progress.advance(order.rows_at(5), 1).lag(12) == progress.lag(12)
+
+
 def test_the_ledger_knows_order_and_place() -> None:
     rows = [np.array([1, 2]), np.array([3])]
     chained = extend_ledger(extend_ledger("", rows[0]), rows[1])

@@ -79,3 +79,18 @@ def test_rates_scale_with_the_global_batch_as_asked(how: str, factor: float) -> 
 def test_a_scale_needs_its_reference(values: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="reference_batch_size must be set with scale_learning_rate, and only then"):
         ScheduleConfig(**values)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant_with_warmup", "warmup_stable_decay", "polynomial"])
+def test_after_a_changed_global_batch_the_rate_is_that_of_the_place(name: str) -> None:
+    """Six steps of 8 rows, then steps of 16: from step 7 on what a run of 16 has from its step 4 on."""
+    arguments = {"num_decay_steps": 5} if name == "warmup_stable_decay" else {}
+    config = ScheduleConfig(name=name, warmup_steps=5, arguments=arguments)
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    whole, changed = (
+        build_schedule(config, optimizer, 20, 16),
+        build_schedule(config, optimizer, 23, 16, 6 * 16 - 6 * 8),
+    )
+    assert [changed(step) for step in range(7, 25)] == [whole(step) for step in range(4, 22)]
+    with pytest.raises(ConfigError, match=r"must be at most the run's 4\.5 steps"):
+        build_schedule(config, optimizer, 6, 16, 24)

@@ -116,19 +116,24 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[int, int, Any]]], dict[str, Any]]:
     """({key: [(first element, number of elements, slice to read)]}, {name: shape of the whole}) of all files."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     parts: dict[str, list[tuple[int, int, Any]]] = {}
     shapes: dict[str, Any] = {}
     for path in sorted(folder.glob("tensors-*.safetensors")):
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        pieces = json.loads(file.metadata()["pieces"])
-        shapes |= pieces["shapes"]
-        for key in file.keys():  # noqa: SIM118 - it is no mapping
-            part = file.get_slice(key)
-            kind, _, name = key.partition("/")
-            first = 0 if kind == BUFFER else pieces["starts"][name]
-            parts.setdefault(key, []).append((first, math.prod(part.get_shape()), part))
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            pieces = json.loads(file.metadata()["pieces"])
+            shapes |= pieces["shapes"]
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                part = file.get_slice(key)
+                kind, _, name = key.partition("/")
+                first = 0 if kind == BUFFER else int(pieces["starts"][name])
+                parts.setdefault(key, []).append((first, math.prod(part.get_shape()), part))
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} must hold pieces of tensors, got: {' '.join(str(error).split())}; remove it, or set checkpoint.verify=full, which passes it over"
+            ) from None
     return parts, shapes
 
 

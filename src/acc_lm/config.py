@@ -339,6 +339,8 @@ class CheckpointConfig(Section):
     """Write behind the training, which waits only while its state is copied; needs memory of the host for that copy."""
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of `output_dir`; never: refuse a folder that has some; or a path to start from."""
+    verify: Literal["full", "size"] = "full"
+    """What is read of a checkpoint before a run goes on from it: every byte, or only which files are there and how long they are."""
     allow_changed_recipe: bool = False
     """Go on although the recipe differs from the checkpoint's in what is learned."""
 

@@ -22,9 +22,13 @@ from acc_lm.tokenizer import first_line
 
 
 def start_block(
-    config: Config, identity: Identity, model: ModelFacts, data: Data, num_steps: int, tracking: str
+    config: Config, identity: Identity, model: ModelFacts, data: Data, num_steps: int, num_rows: int, tracking: str
 ) -> str:
-    """Everything that decides the run, before its first step."""
+    """Everything that decides the run, before its first step.
+
+    Args:
+        num_rows: that all its steps consume.
+    """
     training = config.training
     micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
@@ -41,7 +45,7 @@ def start_block(
             "global batch",
             f"{training.global_batch_size} = {micro} micro x {identity.num_processes} processes x {accumulation} accumulation",
         ),
-        ("step", f"{tokens:,} tokens; {num_steps:,} steps = {num_steps * tokens:,} tokens"),
+        ("step", f"{tokens:,} tokens; {num_steps:,} steps = {num_rows * config.data.sequence_length:,} tokens"),
         (
             "model",
             f"{model.num_parameters:,} parameters ({model.num_trainable:,} trained); attention: {model.attention}; loss: {model.loss}",

@@ -6,6 +6,8 @@ The epochs' permutations follow each other as one endless sequence of places; st
     places   0 ........ N-1 | N ....... 2N-1 | ...
     rows     permutation 0  | permutation 1  | ...
     steps    | 1 | 2 | 3 |  4 | 5 | 6 |  7 | ...         a step may span two epochs
+
+A run whose global batch size was changed on the way goes on at the next place: its steps lag behind by some places.
 """
 
 from __future__ import annotations
@@ -46,10 +48,16 @@ class RowOrder:
     seed: int
     num_rows: int
     global_batch_size: int
+    lag: int = 0
+    """Places by which the run is behind one that had this global batch size from the start."""
+
+    def places_after(self, step: int) -> int:
+        """Rows consumed by the steps up to this one."""
+        return step * self.global_batch_size - self.lag
 
     def rows_at(self, step: int) -> np.ndarray:
         """Rows of optimizer step `step` (first = 1), int64 [global_batch_size]."""
-        place, end = (step - 1) * self.global_batch_size, step * self.global_batch_size
+        place, end = self.places_after(step - 1), self.places_after(step)
         pieces = []
         while place < end:
             epoch, offset = divmod(place, self.num_rows)
@@ -60,14 +68,14 @@ class RowOrder:
 
     def count_steps(self, num_epochs: float) -> int:
         """Steps after which every row was seen `num_epochs` times."""
-        return math.ceil(_exact(num_epochs) * self.num_rows / self.global_batch_size)
+        return math.ceil((_exact(num_epochs) * self.num_rows + self.lag) / self.global_batch_size)
 
     def completes_epochs(self, step: int, every: float | None) -> bool:
         """True at the first step that completes another `every` passes over the rows (None: never)."""
         if every is None:
             return False
         period = _exact(every) * self.num_rows
-        return step * self.global_batch_size // period > (step - 1) * self.global_batch_size // period
+        return self.places_after(step) // period > self.places_after(step - 1) // period
 
 
 def extend_ledger(ledger: str, rows: np.ndarray) -> str:

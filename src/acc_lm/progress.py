@@ -22,6 +22,10 @@ class Progress:
     ledger: str = EMPTY_LEDGER
     """Running hash of all rows consumed, in order."""
 
+    def lag(self, global_batch_size: int) -> int:
+        """Places by which this is behind a run that had that global batch size from the start; 0 unless it was changed."""
+        return self.step * global_batch_size - self.samples_seen
+
     def advance(self, rows: np.ndarray, num_targets: int) -> Progress:
         """After one more step over these rows."""
         return replace(

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from acc_lm.checkpoint import load_checkpoint
-from acc_lm.config import Config, learned_changes
+from acc_lm.config import CheckpointConfig, Config, learned_changes
 from acc_lm.errors import CheckpointError, DivergedError
 from acc_lm.retention import Checkpoint, find_checkpoint
 
@@ -42,6 +42,13 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
         raise CheckpointError(*lines, f"choose {ways}")
     if changes:
         notes.append(f"recipe changed, as checkpoint.allow_changed_recipe permits: {', '.join(changes)}")
+    if "training.global_batch_size" in changes:
+        was, now = changes["training.global_batch_size"]
+        progress = checkpoint.progress
+        notes.append(
+            f"the global batch was {was} rows, is {now}: the run goes on after the {progress.samples_seen} rows that it has seen, each still "
+            f"once per epoch, at the learning rates of a run that had {now} from the start, there at step {progress.samples_seen / now:g}"
+        )
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
         notes.append("the length of the run changed: the schedule of the new length holds from here on")
     before = checkpoint.state["num_processes"]
@@ -84,13 +91,15 @@ def _next_name(output_dir: str) -> str:
     return f"{stem}-{int(number) + 1}" if dash and number.isdigit() else f"{output_dir}-2"
 
 
-def rewind(accelerator: Accelerator, output_dir: Path, model: nn.Module, optimizer: Any) -> Checkpoint:
+def rewind(
+    accelerator: Accelerator, output_dir: Path, model: nn.Module, optimizer: Any, config: CheckpointConfig
+) -> Checkpoint:
     """Put the weights and moments of the newest whole checkpoint back; returns it. Every process calls.
 
     Raises:
         DivergedError: there is none yet.
     """
-    checkpoint = find_checkpoint(accelerator, output_dir, "auto").checkpoint
+    checkpoint = find_checkpoint(accelerator, output_dir, config.model_copy(update={"resume": "auto"})).checkpoint
     if checkpoint is None:
         raise DivergedError(
             "the loss must not jump before the first checkpoint, got a jump and nothing to rewind to; lower checkpoint.every"

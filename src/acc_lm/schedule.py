@@ -9,12 +9,20 @@ from acc_lm.errors import ConfigError
 
 
 def build_schedule(
-    config: ScheduleConfig, optimizer: OptimizerConfig, num_steps: int, global_batch_size: int | None = None
+    config: ScheduleConfig,
+    optimizer: OptimizerConfig,
+    num_steps: int,
+    global_batch_size: int | None = None,
+    lag: int = 0,
 ) -> Callable[[int], float]:
     """Learning rate of step k (first = 1); past `num_steps` the last rate holds.
 
     The rate of step k is the schedule's factor at k - 1 times the peak, as in transformers' Trainer; the recipe's rates
     are scaled to `global_batch_size`, when it is given and the recipe says how.
+
+    Args:
+        lag: as in `RowOrder`; the rate of a step is then that of a run which had this global batch size from the start
+            when it has seen as many rows. Such a run has `num_steps` less the lag, a fraction of a step perhaps.
 
     Raises:
         ConfigError: `schedule.arguments` that the schedule does not take, or that it misses.
@@ -24,9 +32,11 @@ def build_schedule(
 
     name, arguments = config.name, dict(config.arguments)
     scale = config.scale(global_batch_size) if global_batch_size else 1.0
-    if config.warmup_steps > num_steps:
+    behind = lag / global_batch_size if lag and global_batch_size else 0
+    length = num_steps - behind
+    if config.warmup_steps > length:
         raise ConfigError(
-            f"schedule.warmup_steps must be at most the run's {num_steps} steps, got {config.warmup_steps}; lower it"
+            f"schedule.warmup_steps must be at most the run's {length:g} steps, got {config.warmup_steps}; lower it"
         )
     if name.startswith("constant") and arguments:
         raise ConfigError(f"schedule.arguments must be empty for schedule {name}, got {arguments}; remove them")
@@ -41,7 +51,7 @@ def build_schedule(
             name,
             carrier,
             num_warmup_steps=config.warmup_steps,
-            num_training_steps=num_steps,
+            num_training_steps=length,  # type: ignore[arg-type]  # a fraction does too
             scheduler_specific_kwargs=arguments,
         )
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
@@ -53,6 +63,6 @@ def build_schedule(
         ) from None
 
     def learning_rate_at(step: int) -> float:
-        return peak * float(factor(min(step, num_steps) - 1))
+        return peak * float(factor(min(step, num_steps) - behind - 1))
 
     return learning_rate_at
