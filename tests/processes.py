@@ -202,30 +202,6 @@ def run_everywhere(
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_processes)]
 
 
-def launcher_arguments(config_file: Path, *options: str) -> tuple[Any, dict[str, str]]:
-    """What `accelerate launch --config_file FILE OPTIONS` hands to torchrun, and all that it adds to the environment."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils import clear_environment
-    from accelerate.utils.launch import (
-        prepare_deepspeed_cmd_env,
-        prepare_multi_gpu_env,
-        prepare_simple_launcher_cmd_env,
-    )
-
-    typed = launch_command_parser().parse_args(["--config_file", str(config_file), *options, "train.py"])
-    with clear_environment():
-        arguments, config, takes_precision = _validate_launch_command(typed)
-        if arguments.use_deepspeed and not arguments.cpu:
-            named = [*config.deepspeed_config, *(["mixed_precision"] if takes_precision else [])]
-            arguments.deepspeed_fields_from_accelerate_config = ",".join(named)
-            _, environment = prepare_deepspeed_cmd_env(arguments)
-        elif (arguments.use_fsdp or arguments.multi_gpu) and not arguments.cpu:
-            environment = prepare_multi_gpu_env(arguments)
-        else:
-            _, environment = prepare_simple_launcher_cmd_env(arguments)
-    return arguments, environment
-
-
 def launcher_environment(
     config_file: Path,
     num_processes: int | None = None,
@@ -244,7 +220,9 @@ def launcher_environment(
         "main_process_ip": main_process_ip, "main_process_port": port,
     }  # fmt: skip
     options = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-    _, environment = launcher_arguments(config_file, *options)
+    from acc_lm.runtime.config_file import launch_with
+
+    _, environment = launch_with(config_file, *options)
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
         environment.pop(name, None)
     return environment | {"ACC_LM_CONFIG_FILE": str(config_file)}

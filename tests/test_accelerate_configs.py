@@ -14,12 +14,18 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate_config_answers import record
-from processes import ROOT, launcher_arguments, launcher_environment
+from processes import ROOT, launcher_environment
 from ruamel.yaml import YAML
 
 from acc_lm.errors import MachineError
 from acc_lm.runtime import config_file
-from acc_lm.runtime.config_file import check_config_file, known_keys, lost_settings, resolved_deepspeed_config
+from acc_lm.runtime.config_file import (
+    check_config_file,
+    known_keys,
+    launch_with,
+    lost_settings,
+    resolved_deepspeed_config,
+)
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 ANSWERS = sorted((ROOT / "tests" / "accelerate_config_answers").glob("*.yaml"))
@@ -52,7 +58,7 @@ def effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     from accelerate.utils.launch import _filter_args
     from torch.distributed.run import get_args_parser
 
-    arguments, environment = launcher_arguments(file)
+    arguments, environment = launch_with(file)
     torchrun = vars(_filter_args(arguments, get_args_parser(), ["train.py"]))
     with monkeypatch.context() as patch:
         for name, value in (environment | {"ACC_LM_CONFIG_FILE": str(file)}).items():
@@ -254,7 +260,7 @@ def test_a_section_that_the_command_line_asks_for_is_in_use(tmp_path: Path, monk
     file = tmp_path / "ddp.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
     assert len(problems(file, monkeypatch)) == 1
-    _, environment = launcher_arguments(file, "--use_fsdp")
+    _, environment = launch_with(file, "--use_fsdp")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", environment["ACCELERATE_USE_FSDP"])
     assert problems(file, monkeypatch) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from processes import ROOT
 
 from acc_lm.cli import main
-from acc_lm.runtime import doctor
+from acc_lm.errors import MachineError
+from acc_lm.runtime import doctor, extensions
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+ANSWERS = sorted((ROOT / "tests/accelerate_config_answers").glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +40,42 @@ def test_it_says_what_is_here_for_people_and_for_scripts(capsys: pytest.CaptureF
 def test_every_config_of_ours_can_be_rehearsed_here(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "has_libaio", lambda: True)
+    monkeypatch.setattr(extensions, "has_libaio", lambda: True)
     assert main(["doctor", "--config_file", str(file)]) == 0
     assert "it can run here" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("file", ANSWERS, ids=lambda file: file.stem)
+def test_what_the_questionnaire_writes_is_judged_as_train_judges_it(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extensions, "has_libaio", lambda: True)
+    refused = {"fsdp1": "fsdp_version must be 2, got 1", "multi_cpu": ""}
+    assert main(["doctor", "--config_file", str(file)]) == (4 if file.stem in refused else 0)
+    assert refused.get(file.stem, "") in capsys.readouterr().err
+
+
+MANY = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
+FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
+DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+# Without a recipe; tests/test_runtime.py compares the lines that there are with one, with those of train.py.
 REFUSED = {
-    "a silent single process": ("distributed_type: MULTI_CPU\nnum_processes: 2\n", [], "which starts one"),
-    "fp16 on a CPU": ("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n", [], "must be bf16 or no on a CPU, got fp16"),
-    "a misspelt key": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_ofload_params: true\n", [], "did you mean fsdp_offload_params?"),
+    "a silent single process": ("distributed_type: MULTI_CPU\nnum_processes: 2\n", [], "got one process (accelerate starts only one for MULTI_CPU"),
+    "several without a strategy": ("distributed_type: 'NO'\nnum_processes: 2\n", [], "must start the processes it was asked for, got one process"),
+    "fp16 on a CPU": (f"{MANY}mixed_precision: fp16\n", [], "mixed_precision of the launch must be bf16 or no on a CPU, got fp16"),
+    "a misspelt key": (f"{FSDP}  fsdp_ofload_params: true\n", [], "did you mean fsdp_offload_params?"),
     "uneven machines": ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 3\n", [], "must be a multiple of num_machines 2"),
-    "no libaio": ("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n  offload_param_device: nvme\n", [], "must find libaio"),
+    "uneven by the command line": ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 2\n", ["--num_processes", "5"], "must be a multiple of num_machines 2, got 5"),
+    "FSDP1": (f"{FSDP}  fsdp_version: 1\n", [], "fsdp_version must be 2, got 1"),
+    "a second switch": (f"{FSDP}  fsdp_version: 2\n  fsdp_activation_checkpointing: true\n", [], "fsdp_activation_checkpointing must be false"),
+    "a mesh that does not fit": (f"{FSDP}  fsdp_version: 2\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n", ["--num_processes", "3"], "got dp_replicate_size 1 x dp_shard_size 2 for 3 processes"),
+    "tensor parallel": (f"{FSDP}  fsdp_version: 2\nparallelism_config:\n  parallelism_config_tp_size: 2\n", [], "parallelism_config_tp_size must be 1, got 2"),
+    "ZeRO stage 0": (f"{DEEPSPEED}  zero_stage: 0\n", [], "must be 1, 2 or 3, got 0"),
+    "no such JSON": (f"{DEEPSPEED}  deepspeed_config_file: nowhere.json\n", [], "deepspeed_config_file must exist, got 'nowhere.json'"),
+    "a scheduler by hand": (f"{DEEPSPEED}  deepspeed_config_file: ds.json\n", [], "scheduler must be left out, got one"),
+    "no libaio": (f"{DEEPSPEED}  zero_stage: 3\n  offload_param_device: nvme\n", [], "must find libaio"),
+    "what Accelerate refuses": ("distributed_type: MULTI_GPU\n", [], "must be one that Accelerate launches, got: You need to manually pass in `--num_processes`"),
+    "Megatron-LM": ("distributed_type: MEGATRON_LM\nnum_processes: 2\nmegatron_lm_config: {megatron_lm_tp_degree: 1}\n", [], "got Megatron-LM"),
 }  # fmt: skip
 
 
@@ -57,18 +85,27 @@ def test_what_cannot_run_here_is_exit_code_4_and_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, options, says = REFUSED[name]
-    monkeypatch.setattr(doctor, "has_libaio", lambda: False)
-    file = tmp_path / "config.yaml"
+    monkeypatch.setattr(extensions, "has_libaio", lambda: False)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 5, "scheduler": {}}')
+    file, before = tmp_path / "config.yaml", dict(os.environ)
     file.write_text(f"compute_environment: LOCAL_MACHINE\n{text}")
     assert main(["doctor", "--config_file", str(file), *options]) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
+    assert dict(os.environ) == before
 
 
-def test_more_processes_than_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = [{"name": "GPU", "memory_gb": 80.0, "capability": "9.0"}]
-    monkeypatch.setattr(doctor, "_devices", lambda: one)
-    arguments = ["doctor", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", "4"]
-    assert main(arguments) == 4
-    assert "num_processes must be at most 1, one for each GPU, got 4; use --num_processes 1" in capsys.readouterr().err
+def test_a_recipe_that_does_not_divide_is_exit_code_2(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["doctor", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", "5"]
+    assert main([*arguments, *tiny]) == 2
+    assert "training.global_batch_size must be a multiple of" in capsys.readouterr().err
+    assert main([*arguments[:3], *tiny]) == 0
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(MachineError, match="processes than this machine has GPUs, got 4 for 1; use --num_processes 1"):
+        doctor.check_config(ROOT / "accelerate_configs/ddp.yaml", 4)

@@ -15,6 +15,8 @@ import torch
 from processes import LAUNCH_VARIABLES, ROOT, launcher_environment, run_everywhere, run_training
 from test_step import RaggedRows, make_config, make_model
 
+from acc_lm.cli import main
+
 CONFIGS = ROOT / "accelerate_configs"
 BIN = Path(sys.executable).parent
 
@@ -196,7 +198,7 @@ def environment_for(asked: dict[str, Any], num_processes: int, folder: Path) -> 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_launch_cannot_get_is_one_line_and_exit_code_4_before_anything_is_loaded(
-    name: str, tiny: list[str], tmp_path: Path
+    name: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked, arguments, num_processes, says = REFUSED[name]
     environment = environment_for(asked, num_processes, tmp_path)
@@ -207,11 +209,18 @@ def test_what_a_launch_cannot_get_is_one_line_and_exit_code_4_before_anything_is
     assert "Traceback" not in finished.output
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "environment_error"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"summary.json"}
+    if environment and not (tmp_path / "launch.yaml").exists():
+        return  # no config asks for that
+    file = (
+        tmp_path / "launch.yaml" if environment else CONFIGS / ("ddp.yaml" if num_processes > 1 else "single_gpu.yaml")
+    )
+    recipe = ["--config", tiny[1], *tiny[2:], *NOTHING_TO_LOAD, *arguments]
+    assert main(["doctor", "--config_file", str(file), "--num_processes", str(num_processes), *recipe]) == 4
+    assert capsys.readouterr().err.splitlines() == [line], "the doctor says the same"
 
 
 def test_what_a_gpu_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusals that no CPU machine can meet, asked with what such a machine would answer."""
-    from acc_lm.config import TrainingConfig
     from acc_lm.errors import MachineError
     from acc_lm.runtime.launch import _checked_precision, _refuse_missing_devices
 
@@ -219,9 +228,8 @@ def test_what_a_gpu_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    training = TrainingConfig(max_steps=1, global_batch_size=1, micro_batch_size=1, mixed_precision="bf16")
     with pytest.raises(MachineError, match="must be fp16 or no on Old GPU, got bf16, which it does not have"):
-        _checked_precision(training, has_accelerator=True)
+        _checked_precision("bf16", has_accelerator=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(
         MachineError, match="not start more processes than this machine has GPUs, got 3 for 2; use --num_processes 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from acc_lm.config import OptimizerConfig, ScheduleConfig
 from acc_lm.errors import ConfigError
@@ -51,10 +52,10 @@ def build_schedule(
             name,
             carrier,
             num_warmup_steps=config.warmup_steps,
-            num_training_steps=length,  # type: ignore[arg-type]  # a fraction does too
+            num_training_steps=cast(int, length),  # a fraction does too
             scheduler_specific_kwargs=arguments,
         )
-        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        factor: Callable[[float], float] = scheduler.lr_lambdas[0]
         factor(0)
     except (TypeError, ValueError) as error:
         reason = str(error).split(") ")[-1]

@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     doctor.add_argument("--config_file", type=Path, metavar="FILE", help="e.g. accelerate_configs/ddp.yaml")
     doctor.add_argument("--num_processes", type=int, metavar="N", help="in all, as for accelerate launch")
+    doctor.add_argument("--config", type=Path, metavar="RECIPE", help="whether this recipe can be trained there")
     doctor.add_argument("--json", action="store_true", help="for scripts")
+    doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
     checkpoint = verbs.add_parser("checkpoint", help="list, verify, export or convert checkpoints")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -191,6 +193,7 @@ def _recipe(known: argparse.Namespace) -> int:
 def _doctor(known: argparse.Namespace) -> int:
     import json
 
+    from acc_lm.recipe import load_config
     from acc_lm.runtime import check_config, machine
 
     found = machine()
@@ -215,7 +218,8 @@ def _doctor(known: argparse.Namespace) -> int:
         for name, text in lines.items():
             print(f"{name:10}{text}")
     if known.config_file:
-        notes = check_config(known.config_file, known.num_processes)
+        recipe = load_config(known.config, known.overrides) if known.config else None
+        notes = check_config(known.config_file, known.num_processes, recipe)
         print(*notes, sep="\n", file=sys.stderr if known.json else sys.stdout)
     return 0
 

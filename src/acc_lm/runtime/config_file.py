@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 CONFIG_FILE_VARIABLE = "ACC_LM_CONFIG_FILE"
 
 
-def check_config_file() -> None:
+def check_config_file(typed: Namespace | None = None) -> None:
     """Refuse what stands in this launch's Accelerate config file and would have no effect.
+
+    Args:
+        typed: what `accelerate launch` was given; None: as found on its command line.
 
     Raises:
         MachineError: with one line for each such key.
@@ -45,7 +48,7 @@ def check_config_file() -> None:
         if line != dict(reversed(lines))[key]
     ]
     places = {key: f"{file}:{line}: " for key, line in lines}
-    problems += _uneven_machines(config, places.get("num_processes", ""))
+    problems += _uneven_machines(config, places.get("num_processes", ""), typed or _launch_arguments())
     for section in _sections():
         values = getattr(config, section, None) or {}
         if not isinstance(values, dict):
@@ -116,6 +119,40 @@ def lost_settings() -> dict[str, str]:
     if getattr(config, "enable_cpu_affinity", False):
         settings["ACCELERATE_CPU_AFFINITY"] = "1"
     return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
+    """What `accelerate launch --config_file FILE OPTIONS` hands to torchrun, and all that it adds to the environment.
+
+    Raises:
+        MachineError: Accelerate itself does not start it.
+    """
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import clear_environment
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), *options, "train.py"])
+    environment: dict[str, str]
+    try:
+        with clear_environment():
+            arguments, config, takes_precision = _validate_launch_command(arguments)
+            if arguments.use_deepspeed and not arguments.cpu:
+                named = [*config.deepspeed_config, *(["mixed_precision"] if takes_precision else [])]
+                arguments.deepspeed_fields_from_accelerate_config = ",".join(named)
+                _, environment = prepare_deepspeed_cmd_env(arguments)
+            elif (arguments.use_fsdp or arguments.multi_gpu or arguments.use_megatron_lm) and not arguments.cpu:
+                environment = prepare_multi_gpu_env(arguments)
+            else:
+                _, environment = prepare_simple_launcher_cmd_env(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        raise MachineError(
+            f"{file} must be one that Accelerate launches, got: {' '.join(str(error).split())}; correct it"
+        ) from None
+    return arguments, environment
 
 
 def rendezvous_backend() -> str:
@@ -203,9 +240,8 @@ def _problem(section: str, key: str, values: dict[str, Any]) -> str | None:
     return None
 
 
-def _uneven_machines(config: ClusterConfig, place: str) -> list[str]:
+def _uneven_machines(config: ClusterConfig, place: str, typed: Namespace | None) -> list[str]:
     """Accelerate rounds the processes of each machine down, and starts fewer than asked for."""
-    typed = _launch_arguments()
     machines = getattr(typed, "num_machines", None) or config.num_machines
     processes = getattr(typed, "num_processes", None) or getattr(config, "num_processes", machines)
     is_known = processes > 0  # -1 where the file leaves it to the command line

@@ -67,23 +67,13 @@ def deepspeed_plugin(
     Raises:
         MachineError: a hand-written DeepSpeed config says something else than the recipe.
     """
-    from accelerate.utils import DeepSpeedPlugin
-
     owned: dict[str, Any] = {
         "train_batch_size": config.training.global_batch_size,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optimizer.max_grad_norm or 0.0,
     }
-    if _is_by_hand():
-        _refuse_contradictions(deepspeed_config(), owned, precision)
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
-    try:
-        plugin = DeepSpeedPlugin(zero3_init_flag=False)
-    except ValueError as error:  # Accelerate's own reasons
-        raise MachineError(
-            f"the DeepSpeed settings must be ones that Accelerate takes, got: {' '.join(str(error).split())}"
-        ) from None
+    plugin = asked_plugin(precision, owned)
     settings = plugin.deepspeed_config
     settings |= owned
     plugin.gradient_accumulation_steps = accumulation
@@ -98,6 +88,28 @@ def deepspeed_plugin(
         settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         settings.setdefault("communication_data_type", "fp32")
     return plugin
+
+
+def asked_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
+    """Accelerate's plugin, as the launch asks for it.
+
+    Args:
+        owned: what a recipe says, by DeepSpeed's names.
+
+    Raises:
+        MachineError: a hand-written DeepSpeed config says something else, or the settings are none that Accelerate takes.
+    """
+    from accelerate.utils import DeepSpeedPlugin
+
+    if _is_by_hand():
+        _refuse_contradictions(deepspeed_config(), owned, precision)
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
+    try:
+        return DeepSpeedPlugin(zero3_init_flag=False)
+    except ValueError as error:  # Accelerate's own reasons
+        raise MachineError(
+            f"the DeepSpeed settings must be ones that Accelerate takes, got: {' '.join(str(error).split())}"
+        ) from None
 
 
 def build_models_whole(accelerator: Accelerator) -> None:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime.config_file import CONFIG_FILE_VARIABLE, check_config_file, read_config
-from acc_lm.runtime.extensions import COMPILERS, has_libaio
+from acc_lm.runtime.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
+from acc_lm.runtime.deepspeed import asked_plugin, deepspeed_plugin
+from acc_lm.runtime.extensions import COMPILERS, check_extensions, has_libaio
 from acc_lm.runtime.identity import library_versions
+from acc_lm.runtime.launch import fit_recipe, needed_extensions, read_launch
+
+if TYPE_CHECKING:
+    from acc_lm.config import Config
 
 
 def machine() -> dict[str, Any]:
@@ -63,55 +71,60 @@ def _precision() -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def check_config(file: Path, num_processes: int | None) -> list[str]:
-    """Notes on a launch of this config on this machine.
+def check_config(file: Path, num_processes: int | None, recipe: Config | None = None) -> list[str]:
+    """Notes on a launch of this config on this machine: all that train.py would refuse is refused here, by the same lines.
 
     Args:
         num_processes: in all, over all machines; None: what the file says.
+        recipe: to be trained there; None: one that agrees with whatever the config says.
 
     Raises:
-        MachineError: it cannot run here, with one line for each reason.
+        MachineError: it cannot run here.
+        ConfigError: the recipe's global batch does not divide over the processes.
     """
-    os.environ[CONFIG_FILE_VARIABLE] = str(file)
-    check_config_file()
-    config = read_config(file)
-    kind = str(config.distributed_type.value)
-    machines = getattr(config, "num_machines", 1) or 1
-    processes = num_processes or config.num_processes or 1
-    precision = str(config.mixed_precision or "no")
-    sections = getattr(config, "deepspeed_config", {}) or {}
-    here, present = -(-processes // machines), len(_devices()) if not config.use_cpu else 0
-    problems = []
-    if kind == "MULTI_CPU" or (kind == "NO" and processes > 1):
-        problems.append(
-            f"{file}: distributed_type must be MULTI_GPU for several processes, got {kind}, which starts one; use accelerate_configs/ddp.yaml"
-        )
-    if 0 < present < here:
-        problems.append(
-            f"{file}: num_processes must be at most {present * machines}, one for each GPU, got {processes}; use --num_processes {present * machines}"
-        )
-    if precision in ("fp16", "fp8") and not present:
-        problems.append(f"{file}: mixed_precision must be bf16 or no on a CPU, got {precision}; change it")
-    if precision == "bf16" and present and torch.cuda.is_available() and _precision() != "bf16":
-        problems.append(
-            f"{file}: mixed_precision must be fp16 or no on this GPU, got bf16, which it does not have; change it"
-        )
-    if kind == "DEEPSPEED":
-        if library_versions()["deepspeed"] is None:
-            problems.append(f"{file}: deepspeed must be installed, got no such package; pip install deepspeed")
-        if not any(shutil.which(compiler) for compiler in COMPILERS):
-            problems.append(
-                f"{file}: DeepSpeed must find a C++ compiler, got none; install one (Debian: apt install g++)"
-            )
-        if "nvme" in sections.values() and not has_libaio():
-            problems.append(
-                f"{file}: offload to nvme must find libaio, got none; install it (Debian: apt install libaio-dev)"
-            )
-    if problems:
-        raise MachineError(*problems)
-    notes = [f"{kind}, {processes} process(es) on {machines} machine(s), mixed_precision {precision}: it can run here"]
-    if not present and (processes > 1 or kind != "NO"):
+    options = [] if num_processes is None else ["--num_processes", str(num_processes)]
+    with _launched(file, options) as typed:
+        asked = read_launch(recipe.training.mixed_precision if recipe else None, typed)
+        split = fit_recipe(recipe, asked) if recipe else None
+        if asked.strategy.startswith("deepspeed"):
+            if library_versions()["deepspeed"] is None:
+                raise MachineError(f"{file}: deepspeed must be installed, got no such package; pip install deepspeed")
+            check_extensions(**needed_extensions(asked.has_accelerator))
+            if recipe and split:
+                deepspeed_plugin(recipe, *split, asked.precision, asked.has_accelerator)
+            else:
+                asked_plugin(asked.precision, {})
+    machines, cores = typed.num_machines or 1, os.cpu_count() or 1
+    notes = [
+        f"{asked.strategy}, {asked.num_processes} process(es) on {machines} machine(s), mixed_precision {asked.precision}: it can run here"
+    ]
+    if not asked.has_accelerator and asked.strategy != "single":
         notes.append("no accelerator here: a rehearsal on CPU processes, for trust and not for speed")
-    if here > (os.cpu_count() or 1) and not present:
-        notes.append(f"{here} processes will share {os.cpu_count()} cores")
+    if not asked.has_accelerator and asked.num_processes // machines > cores:
+        notes.append(f"{asked.num_processes // machines} processes will share {cores} cores")
     return notes
+
+
+@contextmanager
+def _launched(file: Path, options: list[str]) -> Iterator[Namespace]:
+    """In here the environment is that of the first process which `accelerate launch` would start; yields what it is given."""
+    before = dict(os.environ)
+    os.environ[CONFIG_FILE_VARIABLE] = str(file)
+    try:
+        config_file()
+        read_config(file)
+        typed, environment = launch_with(file, *options)
+        here = typed.num_processes // (typed.num_machines or 1)
+        if typed.use_deepspeed or typed.use_fsdp or typed.multi_gpu or typed.use_megatron_lm:  # torchrun starts them
+            world = {
+                "WORLD_SIZE": here * (typed.num_machines or 1),
+                "LOCAL_WORLD_SIZE": here,
+                "RANK": 0,
+                "LOCAL_RANK": 0,
+            }
+            environment |= {name: str(value) for name, value in world.items()}
+        os.environ.update(environment)
+        yield typed
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -36,7 +36,7 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
     bin_folder = str(Path(sys.executable).parent)  # ninja is there, also when the environment is not activated
     if bin_folder not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
-    names = ["ShareMemCommBuilder"] * on_cpu + ["CPUAdamBuilder"] * needs_cpu_adam + ["AsyncIOBuilder"] * needs_nvme
+    names = _names(needs_cpu_adam, needs_nvme, on_cpu)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     ours = extensions_folder()
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ours)
@@ -47,11 +47,7 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
             _look_at_lock(lock, is_ours=not theirs)
     if theirs or not names:
         return
-    if needs_nvme and not has_libaio():
-        raise MachineError(
-            "offload to nvme must find libaio, got none on this machine; install it (Debian: apt install libaio-dev), or use "
-            "accelerate_configs/deepspeed_zero3_offload.yaml"
-        )
+    _refuse_missing_libaio(needs_nvme)
     started = time.time()
     for name in names:
         done, failed = root / f"{name}.done", root / f"{name}.failed"
@@ -62,6 +58,37 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
                 failed.write_text(str(error))  # for the others, who wait
                 raise
         _wait_for(done, failed, started)
+
+
+def check_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) -> None:
+    """Refuse what `build_extensions` could not build here.
+
+    Raises:
+        MachineError: no compiler, or no libaio.
+    """
+    _refuse_missing_libaio(needs_nvme)
+    for name in _names(needs_cpu_adam, needs_nvme, on_cpu):
+        if not (extensions_folder() / f"{name}.done").exists():
+            _refuse_missing_compiler(name)
+
+
+def _names(needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) -> list[str]:
+    return ["ShareMemCommBuilder"] * on_cpu + ["CPUAdamBuilder"] * needs_cpu_adam + ["AsyncIOBuilder"] * needs_nvme
+
+
+def _refuse_missing_libaio(needs_nvme: bool) -> None:
+    if needs_nvme and not has_libaio():
+        raise MachineError(
+            "offload to nvme must find libaio, got none on this machine; install it (Debian: apt install libaio-dev), or use "
+            "accelerate_configs/deepspeed_zero3_offload.yaml"
+        )
+
+
+def _refuse_missing_compiler(name: str) -> None:
+    if not any(shutil.which(compiler) for compiler in COMPILERS):
+        raise MachineError(
+            f"DeepSpeed must find a C++ compiler to build {name.removesuffix('Builder')}, got none; install one (Debian: apt install g++)"
+        )
 
 
 def extensions_folder() -> Path:
@@ -104,10 +131,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _build(name: str, root: Path, done: Path) -> None:
-    if not any(shutil.which(compiler) for compiler in COMPILERS):
-        raise MachineError(
-            f"DeepSpeed must find a C++ compiler to build {name.removesuffix('Builder')}, got none; install one (Debian: apt install g++)"
-        )
+    _refuse_missing_compiler(name)
     root.mkdir(parents=True, exist_ok=True)
     aside = root / f"tmp-{os.getpid()}"
     for left in root.glob("tmp-*"):  # by builds that were killed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,20 +37,10 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         MachineError: the launch did not give what it asked for, or this machine cannot execute it.
         ConfigError: the global batch does not divide over the processes.
     """
-    training, distributed = config.training, config.distributed
-    has_accelerator = torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
-    _refuse_silent_single_process()
-    _refuse_restarts_that_hang()
-    check_config_file()
-    os.environ |= lost_settings()
-    strategy = asked_strategy()
-    precision = _checked_precision(training, has_accelerator)
-    _refuse_other_dtypes(config, strategy, precision)
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _refuse_missing_devices(has_accelerator)
-    _refuse_what_a_cpu_cannot_do(distributed, strategy, has_accelerator)
-    _refuse_a_hook_that_fails(config, strategy)
-    micro_batch_size, accumulation = split_global_batch(training, num_processes)
+    distributed = config.distributed
+    asked = read_launch(config.training.mixed_precision)
+    micro_batch_size, accumulation = fit_recipe(config, asked)
+    strategy, precision, has_accelerator = asked.strategy, asked.precision, asked.has_accelerator
     _choose_port()
     _leave_the_store_of_the_dead()
 
@@ -77,20 +69,13 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     if strategy.startswith("deepspeed"):
         plugin = deepspeed_plugin(config, micro_batch_size, accumulation, precision, has_accelerator)
         keywords = {"deepspeed_plugin": plugin}
-        build_extensions(
-            needs_cpu_adam=offload_device("optimizer") != "none",
-            needs_nvme="nvme" in (offload_device("optimizer"), offload_device("param")),
-            on_cpu=not has_accelerator,
-        )
+        build_extensions(**needed_extensions(has_accelerator))
         # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         if not has_accelerator:
             group.backend = "gloo"  # else Accelerate counts one process and DeepSpeed all of them
     elif strategy in ("fsdp2", "hsdp"):
-        keywords |= {
-            "fsdp_plugin": fsdp_plugin(precision, has_accelerator),
-            "parallelism_config": mesh(num_processes),
-        }
+        keywords |= asked.plugins
     try:
         if strategy in ("fsdp2", "hsdp") and not has_accelerator:
             shard_on_cpu(precision, keywords, group.to_kwargs())
@@ -111,15 +96,71 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MachineError(_rendezvous_problem(str(error))) from None
-    if accelerator.num_processes != num_processes:
+    if accelerator.num_processes != asked.num_processes:
         raise MachineError(
-            f"the launcher must give what it started, got {num_processes} processes (WORLD_SIZE) where Accelerate sees "
+            f"the launcher must give what it started, got {asked.num_processes} processes (WORLD_SIZE) where Accelerate sees "
             f"{accelerator.num_processes}; launch with accelerate_configs/ddp.yaml, or with one process"
         )
     if strategy.startswith("deepspeed"):
         build_models_whole(accelerator)
-    _set_numerics(training, accelerator.device)
+    _set_numerics(config.training, accelerator.device)
     return accelerator
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a launch asks for, and this machine can give."""
+
+    strategy: str
+    precision: str
+    num_processes: int
+    has_accelerator: bool
+    plugins: dict[str, Any]
+    """Of FSDP; those of DeepSpeed need a recipe."""
+
+
+def read_launch(mixed_precision: str | None, typed: Namespace | None = None) -> Asked:
+    """What the environment that a launcher left asks for, after all refusals in which a recipe has no say.
+
+    Args:
+        mixed_precision: of the recipe, if it names one.
+        typed: what `accelerate launch` was given; None: as found on its command line.
+
+    Raises:
+        MachineError: the launch did not give what it asked for, or this machine cannot execute it.
+    """
+    has_accelerator = torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
+    _refuse_silent_single_process()
+    _refuse_restarts_that_hang()
+    check_config_file(typed)
+    os.environ |= lost_settings()
+    strategy = asked_strategy()
+    precision = _checked_precision(mixed_precision, has_accelerator)
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    _refuse_missing_devices(has_accelerator)
+    plugins: dict[str, Any] = {}
+    if strategy in ("fsdp2", "hsdp"):
+        plugins = {"fsdp_plugin": fsdp_plugin(precision, has_accelerator), "parallelism_config": mesh(num_processes)}
+    return Asked(strategy, precision, num_processes, has_accelerator, plugins)
+
+
+def fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
+    """`split_global_batch` of the recipe, after all refusals that are its own.
+
+    Raises:
+        MachineError: this launch cannot execute what the recipe says.
+        ConfigError: the global batch does not divide over the processes.
+    """
+    _refuse_other_dtypes(config, asked.strategy, asked.precision)
+    _refuse_what_a_cpu_cannot_do(config.distributed, asked.strategy, asked.has_accelerator)
+    _refuse_a_hook_that_fails(config, asked.strategy)
+    return split_global_batch(config.training, asked.num_processes)
+
+
+def needed_extensions(has_accelerator: bool) -> dict[str, bool]:
+    """What `build_extensions` is to build for this launch of DeepSpeed."""
+    devices = offload_device("optimizer"), offload_device("param")
+    return {"needs_cpu_adam": devices[0] != "none", "needs_nvme": "nvme" in devices, "on_cpu": not has_accelerator}
 
 
 def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[int, int]:
@@ -200,10 +241,9 @@ def _refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
         )
 
 
-def _checked_precision(training: TrainingConfig, has_accelerator: bool) -> str:
-    from_launch = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    precision = training.mixed_precision or from_launch
-    key = "training.mixed_precision" if training.mixed_precision else "mixed_precision of the launch"
+def _checked_precision(by_recipe: str | None, has_accelerator: bool) -> str:
+    precision = by_recipe or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    key = "training.mixed_precision" if by_recipe else "mixed_precision of the launch"
     if precision in ("fp16", "fp8") and not has_accelerator:
         raise MachineError(
             f"{key} must be bf16 or no on a CPU, got {precision}, which only accelerators execute; use bf16 or no there, or on the command line"
