@@ -41,10 +41,20 @@ def test_every_stage_of_the_code_is_tried() -> None:
     assert all(f'crash_point("{point}")' in text for point in POINTS)
 
 
-@pytest.mark.parametrize(("num_processes", "behind"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("point", POINTS)
+BESIDE = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
+"""Stages that two processes come to in other ways; the rest of them is slow."""
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "behind", "point"),
+    [
+        pytest.param(*mode, point, marks=[] if point in BESIDE.get(mode, POINTS) else [pytest.mark.slow])
+        for point in POINTS
+        for mode in [(1, False), (2, False), (2, True)]
+    ],
+)
 def test_a_crash_at_a_stage_of_saving_loses_nothing(
-    point: str, num_processes: int, behind: bool, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
+    num_processes: int, behind: bool, point: str, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"checkpoint.asynchronous={str(behind).lower()}"]

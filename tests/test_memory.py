@@ -47,7 +47,9 @@ def train_with_little_memory(
     return Launch(run, num_processes, environment).wait(60)
 
 
-@pytest.mark.parametrize(("config", "poor"), [("ddp", 1), ("fsdp2", -1), ("ddp", 5)])
+@pytest.mark.parametrize(
+    ("config", "poor"), [("ddp", 1), pytest.param("fsdp2", -1, marks=pytest.mark.slow), ("ddp", 5)]
+)
 def test_a_micro_batch_that_fits_is_found_and_the_curve_stays(
     config: str, poor: int, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -82,7 +84,7 @@ def test_an_engine_that_cannot_change_its_micro_batch_says_so(tiny: list[str], t
     assert "training.find_micro_batch_size must be false under DeepSpeed" in finished.errors[0]
 
 
-@pytest.mark.parametrize("poor", [0, 1])
+@pytest.mark.parametrize("poor", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_memory_that_runs_out_in_the_middle_is_exit_code_9_and_one_line(
     poor: int, tiny: list[str], tmp_path: Path
 ) -> None:

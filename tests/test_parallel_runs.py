@@ -15,7 +15,7 @@ from processes import ROOT, run_training, start_training
 from test_resume import assert_equal_runs
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_runs_at_once_do_not_mix(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
     """They meet in the cache, which is empty, and where processes look for each other."""
 

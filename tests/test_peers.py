@@ -28,8 +28,13 @@ def start(tiny: list[str], num_processes: int, sabotage: object, config: str = "
     return Launch(run, num_processes, launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes))
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "config"),
+    [
+        (1, "ddp"), (0, "fsdp2"), (1, "deepspeed_zero2"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in [(0, "ddp"), (1, "fsdp2"), (0, "deepspeed_zero2")]),
+    ],
+)  # fmt: skip
 def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank == victim:
@@ -151,7 +156,7 @@ def test_through_a_launcher_nobody_is_left(tiny: list[str], tmp_path: Path) -> N
     assert "process 1" in output
 
 
-@pytest.mark.parametrize("config", ["ddp", "deepspeed_zero2"])
+@pytest.mark.parametrize("config", ["ddp", pytest.param("deepspeed_zero2", marks=pytest.mark.slow)])
 def test_a_process_that_holds_up_the_others_is_named_once(config: str, tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +97,7 @@ def resume_from(
     return run_training([*arguments, f"output_dir={target}"], num_processes, environment)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_resumed_equals_uninterrupted(num_processes: int, dropout_recipe: list[str], tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     finished = run_training([*dropout_recipe, f"output_dir={whole}"], num_processes)
@@ -113,7 +115,11 @@ def test_resumed_equals_uninterrupted(num_processes: int, dropout_recipe: list[s
 
 @pytest.mark.parametrize(
     ("config", "num_processes"),
-    [("fsdp2", 2), ("hsdp", 4), ("deepspeed_zero1", 2), ("deepspeed_zero2", 2), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2)],
+    [
+        ("fsdp2", 2), ("deepspeed_zero2", 2),
+        *(pytest.param(*other, marks=pytest.mark.slow)
+          for other in [("hsdp", 4), ("deepspeed_zero1", 2), ("deepspeed_zero2_offload", 2), ("deepspeed_zero3", 2)]),
+    ],
 )  # fmt: skip
 def test_resumed_equals_uninterrupted_on_every_engine(
     config: str, num_processes: int, dropout_recipe: list[str], tmp_path: Path
@@ -181,31 +187,63 @@ def test_a_longer_run_goes_on_and_says_so(tiny: list[str], tmp_path: Path) -> No
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 8
 
 
+@pytest.fixture(scope="module")
+def longer(dropout_recipe: list[str]) -> list[str]:
+    return [*dropout_recipe, f"training.max_steps={STEPS + 20}", "training.eval_every=10"]
+
+
+@pytest.fixture(scope="module")
+def whole_runs(longer: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run that was never told to stop, by number of processes."""
+
+    @functools.cache
+    def whole(num_processes: int) -> Path:
+        run = tmp_path_factory.mktemp("whole") / "run"
+        run_training([*longer, f"output_dir={run}"], num_processes)
+        return run
+
+    return whole
+
+
+IN_MAKE_TEST = {(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGUSR1), (2, signal.SIGUSR2)}
+"""Each signal once, and each number of processes; the other pairs are slow."""
+
+
 @pytest.mark.parametrize(
-    ("number", "name"),
-    [(number, number.name) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)],
+    ("num_processes", "number"),
+    [
+        pytest.param(
+            count,
+            number,
+            id=f"{count}-{number.name}",
+            marks=[] if (count, number) in IN_MAKE_TEST else [pytest.mark.slow],
+        )
+        for count in (1, 2)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    ],
 )
-@pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_signal_finishes_the_step_saves_and_exits_75(
-    number: int, name: str, num_processes: int, dropout_recipe: list[str], tmp_path: Path
+    num_processes: int,
+    number: signal.Signals,
+    longer: list[str],
+    whole_runs: Callable[[int], Path],
+    tmp_path: Path,
 ) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    longer = [*dropout_recipe, f"training.max_steps={STEPS + 20}", "training.eval_every=10"]
+    run = tmp_path / "run"
     launch = start_training([*longer, f"output_dir={run}"], num_processes)
     wait_for(run / "checkpoints/step-00000005/manifest.json")
     os.kill(launch.pids[-1], number)  # one process is told, all agree
     finished = launch.wait()
     assert finished.codes == [75] * num_processes, finished.outputs
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["exit_code"], summary["reason"]) == ("preempted", 75, name)
+    assert (summary["status"], summary["exit_code"], summary["reason"]) == ("preempted", 75, number.name)
     stopped = summary["step"]
     assert 5 <= stopped < STEPS + 20
     assert Path(summary["last_checkpoint"]).name == f"step-{stopped:08d}"
-    assert f"stopped by {name} after step {stopped}" in finished.output
+    assert f"stopped by {number.name} after step {stopped}" in finished.output
     # The same command goes on, to the same end as a run that was never told to stop.
     run_training([*longer, f"output_dir={run}"], num_processes)
-    run_training([*longer, f"output_dir={whole}"], num_processes)
-    assert_equal_runs(whole, run, STEPS + 20)
+    assert_equal_runs(whole_runs(num_processes), run, STEPS + 20)
 
 
 def test_ctrl_c_on_a_terminal_reaches_workers_too_and_still_saves(dropout_recipe: list[str], tmp_path: Path) -> None:

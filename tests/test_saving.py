@@ -26,8 +26,11 @@ SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
 
 @pytest.mark.parametrize(
     ("config", "num_processes"),
-    [("single", 1), ("ddp", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2)],
-)
+    [
+        ("single", 1), ("fsdp2", 3), ("deepspeed_zero3", 2),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in [("ddp", 2), ("hsdp", 4), ("deepspeed_zero2", 2)]),
+    ],
+)  # fmt: skip
 def test_saved_behind_the_training_is_what_is_saved_in_front_of_it(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -95,7 +98,7 @@ def test_what_was_said_to_be_saved_is_there_after_a_kill(num_processes: int, tin
     assert problem_with(Path(said)) is None
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_save_that_fails_behind_the_training_ends_the_run_on_all_processes(
     victim: int, tiny: list[str], tmp_path: Path
 ) -> None:

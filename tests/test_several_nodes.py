@@ -170,7 +170,10 @@ LAUNCHES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "strategy", "num_processes"), LAUNCHES, ids=[row[0] for row in LAUNCHES])
+@pytest.mark.parametrize(
+    ("config", "strategy", "num_processes"),
+    [pytest.param(*row, id=row[0], marks=[pytest.mark.slow] if row[1] != "ddp" else []) for row in LAUNCHES],
+)
 def test_accelerate_launch_on_two_machines_learns_what_one_machine_learns(
     config: str,
     strategy: str,
@@ -189,6 +192,7 @@ def test_accelerate_launch_on_two_machines_learns_what_one_machine_learns(
     check_wire(nodes)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_machines_learns_what_one_machine_learns(
     nodes: Nodes, tiny: list[str], tmp_path: Path, on_one_machine: list[dict[str, Any]]
 ) -> None:

@@ -200,6 +200,7 @@ def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had
     assert metrics(run) == metrics(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "strategy"), [(1, "single"), (2, "ddp")])
 def test_a_job_on_one_node(processes: int, strategy: str, tiny_recipe: Path, tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=processes)

@@ -15,6 +15,7 @@ from test_nonfinite import train_with_bad_losses
 from test_resume import assert_equal_runs, different, tensors_of
 
 from acc_lm.history import read
+from acc_lm.retention import MANIFEST, STATE, checksum
 
 LONG = ["training.max_steps=30", "checkpoint.every=6", "checkpoint.keep_last=null", "training.log_every=5", "training.eval_every=null",
         "training.micro_batch_size=6"]  # fmt: skip
@@ -49,7 +50,7 @@ def train_disturbed(arguments: list[str], num_processes: int = 1, times: int = 1
     return Launch(run, num_processes).wait(60)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rewound_run_is_one_that_left_those_steps_out(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
     """Bit for bit what skipping the steps between the checkpoint and the jump gives; so nothing of them is left."""
     run, oracle = tmp_path / "rewound", tmp_path / "skipped"
@@ -129,3 +130,18 @@ def test_an_ordinary_noisy_loss_is_no_jump() -> None:
     assert jumps(losses) == []
     losses[2000] += 6
     assert len(jumps(losses)) == 1
+
+
+def test_a_checkpoint_that_knows_no_losses_can_be_gone_on_from_and_rewound_to(tiny: list[str], tmp_path: Path) -> None:
+    """One that was written before there were any in it: what follows a rewind to it is compared with what came since."""
+    options = [*tiny, *LONG, "training.on_spike=rewind", "checkpoint.every=null"]
+    assert train_disturbed([*options, "training.max_steps=2"]).codes == [0]
+    folder = tmp_path / "run/checkpoints/step-00000002"
+    state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
+    assert len(state.pop("recent_losses")) == 2
+    (folder / STATE).write_text(json.dumps(state))
+    manifest["files"][STATE] = {"size": (folder / STATE).stat().st_size, "xxh3_128": checksum(folder / STATE)}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    finished = train_disturbed(options)
+    assert finished.codes == [0], finished.output
+    assert "rewound to the weights of step 2; what steps 3 to 21 did is undone" in finished.output

@@ -197,7 +197,9 @@ def test_a_time_limit_saves_and_stops(tiny: list[str], tmp_path: Path) -> None:
     assert (Path(summary["last_checkpoint"]) / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_when_the_launcher_ends_no_process_is_left_and_the_step_is_saved(
     number: int, tiny: list[str], tmp_path: Path
 ) -> None:

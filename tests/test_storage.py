@@ -138,7 +138,9 @@ def test_at_every_fill_level_the_checkpoint_before_is_whole_and_used(tiny_recipe
     print(f"{len(LEVELS)} fill levels of {fill_levels(tiny_recipe, tmp_path)}")
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
+@pytest.mark.parametrize(
+    "config", ["ddp", *(pytest.param(other, marks=pytest.mark.slow) for other in ("fsdp2", "deepspeed_zero2"))]
+)
 def test_when_one_process_of_two_cannot_write_all_say_so(config: str, tiny_recipe: Path, tmp_path: Path) -> None:
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
     arguments = [*arguments_of(tiny_recipe, tmp_path / "run"), "distributed.timeout_seconds=20"]
@@ -175,8 +177,14 @@ def failing(number: int, name: str) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("call", "number"),
     [
-        ("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("fsync", errno.EIO), ("mkdir", errno.EROFS), ("mkdir", errno.EACCES),
-        ("mkdir", errno.ENOSPC), ("rename", errno.EDQUOT), ("rename", errno.EXDEV), ("rename", errno.ESTALE),
+        ("fsync", errno.EDQUOT), ("mkdir", errno.EROFS), ("rename", errno.EXDEV),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in [
+                ("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("mkdir", errno.EACCES), ("mkdir", errno.ENOSPC),
+                ("rename", errno.EDQUOT), ("rename", errno.ESTALE),
+            ]
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )  # fmt: skip
