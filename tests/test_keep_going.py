@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ if status == "orphan":  # a launcher that dies while its process still saves
     time.sleep(1)
     status = "preempted"
     (run.parent / "saved").touch()
+if status == "hangs":  # and what it leaves does not even hear a signal
+    if os.fork():
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
 if status == "waits":
     time.sleep(60)
 if attempt > 1 and (run.parent / "orphan").exists():
@@ -62,11 +68,16 @@ leave()
 FINISHED = ["completed", 0, 9]
 
 
-def keep_going(arguments: list[str]) -> Launch:
+def keep_going(arguments: list[str], prepare: Callable[[], object] = lambda: None) -> Launch:
     def run() -> int:
         from acc_lm.cli import main
+        from acc_lm.stop import SIGNALS
 
-        return main(["keep-going", *arguments])
+        prepare()
+        before = [signal.getsignal(number) for number in SIGNALS]
+        code = main(["keep-going", *arguments])
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        return code
 
     return Launch(run)
 
@@ -80,8 +91,8 @@ class Plan:
         (folder / "train.py").write_text(STAND_IN)
         self.command = [sys.executable, str(folder / "train.py"), "--config", str(recipe), f"output_dir={self.run}"]
 
-    def start(self, *options: str) -> Launch:
-        return keep_going(["--pause", "0", *options, "--", *self.command])
+    def start(self, *options: str, prepare: Callable[[], object] = lambda: None) -> Launch:
+        return keep_going(["--pause", "0", *options, "--", *self.command], prepare)
 
     def finish(self, *options: str) -> Finished:
         return self.start(*options).wait(60)
@@ -169,6 +180,25 @@ def test_a_signal_is_passed_on_and_nothing_is_started_after_it(
     finished = launch.wait(20)
     assert (finished.code, plan.starts) == (75, 1), finished.output
     assert plan.summary["status"] == "preempted"
+    assert ("starting again" in finished.output) == (when == "pausing")
+
+
+def test_a_signal_that_comes_before_there_is_anybody_is_not_lost(tiny_recipe: Path, tmp_path: Path) -> None:
+    def prepare() -> None:
+        from acc_lm.cli import keep_going
+
+        start = keep_going._popen
+
+        def told_first(*arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return start(*arguments)
+
+        keep_going._popen = told_first
+
+    plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2], FINISHED])
+    finished = plan.start(prepare=prepare).wait(20)
+    assert finished.code in (75, 128 + signal.SIGTERM), finished.output
+    assert plan.starts <= 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
@@ -183,6 +213,16 @@ def test_what_a_dead_launcher_left_behind_ends_before_the_next_attempt_starts(
     assert "the one before still writes" not in finished.output
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
+def test_what_a_dead_launcher_left_behind_is_not_waited_for_without_end(tiny_recipe: Path, tmp_path: Path) -> None:
+    """As long as the processes of the run would wait for each other, and then it is killed."""
+    plan = Plan(tmp_path, tiny_recipe, [["hangs", 0, 2], ["hangs", 0, 4]])
+    plan.command.append("distributed.timeout_seconds=1")
+    finished = plan.start("--attempts", "2").wait(30)
+    assert (finished.code, plan.starts) == (128 + signal.SIGKILL, 2), finished.output
+    assert "attempt 1 ended after step 2: killed (it left no word)" in finished.output
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
 def test_when_it_is_killed_itself_nobody_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2]])
@@ -190,6 +230,7 @@ def test_when_it_is_killed_itself_nobody_is_left(tiny_recipe: Path, tmp_path: Pa
     wait_for(tmp_path / "run/checkpoints/step-00000002/manifest.json")
     time.sleep(0.3)
     (child,) = psutil.Process(launch.pids[0]).children()
+    assert os.getsid(child.pid) == child.pid, "a Ctrl-C of the terminal comes to it once, from its parent"
     os.kill(launch.pids[0], signal.SIGKILL)
     launch.wait(20)
     child.wait(20)
