@@ -63,6 +63,9 @@ def test_a_rewound_run_is_one_that_left_those_steps_out(num_processes: int, tiny
     assert different(tensors_of(run, 30), tensors_of(oracle, 30)) == []
     counts = [{e["step"]: e["train/skipped_steps"] for e in read(folder) if "train/tokens" in e} for folder in (run, oracle)]  # fmt: skip
     assert [count[25] for count in counts] == [count[30] for count in counts] == [3, 3]
+    known = [json.loads((folder / f"checkpoints/step-00000030/{STATE}").read_text()) for folder in (run, oracle)]
+    assert known[0]["recent_losses"] == known[1]["recent_losses"]
+    assert len(known[0]["recent_losses"]) == 27, "of the steps that count"
     dumped = json.loads((run / "spike_step_21.json").read_text())
     assert len(dumped["rows"]) == 12
     assert dumped["loss"] > dumped["median_before"]
