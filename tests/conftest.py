@@ -75,6 +75,14 @@ def make_words() -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def hub(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small models and data sets, in folders with the names that recipes call."""
+    from hub import make_hub
+
+    return make_hub(tmp_path_factory.mktemp("hub"), words)
+
+
+@pytest.fixture(scope="session")
 def text_file(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     import json
 

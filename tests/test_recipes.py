@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from processes import ROOT, run_training
+from hub import PUBLISHED, VOCABULARY
+from processes import ROOT, Finished, run_training
 
 from acc_lm.recipe import load_config
 
@@ -19,6 +22,12 @@ FEW_STEPS = [
     "schedule.warmup_steps=1",
     "training.eval_every=2",
     "tracking.report_to=[]",
+]
+SMALL = [
+    "data.sequence_length=64",
+    "data.eval_fraction=0.1",
+    "training.global_batch_size=4",
+    "training.micro_batch_size=2",
 ]
 
 
@@ -36,68 +45,136 @@ def test_a_recipe_loads_names_its_schema_and_no_hardware(file: Path) -> None:
         assert not any(dropouts), "a recipe of ours has no dropout"
 
 
-def test_the_recipes_are_the_promised_ones() -> None:
-    assert {file.stem for file in RECIPES} == {
-        "quickstart", "pretrain_synthetic", "pretrain_gpt2-124m_fineweb-edu", "finetune_smollm2-135m_files",
-    }  # fmt: skip
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_the_header_says_what_to_expect_and_from_where(file: Path) -> None:
+    header = [line for line in file.read_text().splitlines() if line.startswith("# ")][1:]
+    for name in ("Reproduces", "Model", "Data", "Hardware", "Tokens", "Expected"):
+        assert sum(line.startswith(f"# {name}: ") for line in header) == 1, name
+    (memory,) = [line for line in header if line.startswith("# Memory")]
+    config = load_config(file)
+    if config.model.name_or_path in PUBLISHED or config.tokenizer.name_or_path in VOCABULARY:
+        said = re.fullmatch(r"# Memory per GPU: (.*), by the arithmetic of docs/strategies.md, not measured\.", memory)
+        assert said, memory
+        for part in said[1].split(", "):
+            strategy, num_processes = re.fullmatch(r"(\w+) on (\d+) [\d.]+ GB", part).groups()  # type: ignore[union-attr]
+            computed = memory_per_gpu(config, strategy, int(num_processes))
+            assert part == f"{strategy} on {num_processes} {computed / 1e9:.1f} GB"
+        assert len(said[1].split(", ")) == 2
 
 
-def run_recipe(name: str, run: Path, *overrides: str) -> dict[str, float]:
-    run_training(["--config", str(ROOT / f"recipes/{name}.yaml"), f"output_dir={run}", *FEW_STEPS, *overrides])
+def memory_per_gpu(config: Any, strategy: str, num_processes: int) -> float:
+    """Bytes that a process needs in bf16, as `Choose by arithmetic` in docs/strategies.md counts them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = PUBLISHED.get(config.model.name_or_path) or {
+        "vocab_size": VOCABULARY[config.tokenizer.name_or_path]
+    } | dict(config.model.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+        parameters = model.num_parameters()
+        found = model.config
+        if config.adapter.kind == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            adapter = LoraConfig(r=config.adapter.rank, target_modules="all-linear")
+            model = get_peft_model(model, adapter)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    head = found.vocab_size * found.hidden_size
+    block = (parameters - head) / found.num_hidden_layers
+    n, rows = num_processes, min(config.training.micro_batch_size, config.training.global_batch_size // num_processes)
+    activations = 34 * rows * config.data.sequence_length * found.hidden_size * found.num_hidden_layers
+    if (
+        trained < parameters
+    ):  # the others are weights in fp32, with their bf16 copy, and the head's gradient is not made
+        state = {"ddp": 6 * parameters + 18 * trained, "fsdp2": (4 * parameters + 16 * trained) / n}[strategy]
+        head_gradient = 0
+    else:
+        state = {
+            "ddp": 18 * parameters,
+            "fsdp2": 16 / n * parameters,
+            "deepspeed_zero2_offload": 2 * parameters,
+            "deepspeed_zero3": (22 / n + 2) * parameters,
+        }[strategy]
+        head_gradient = 4 * head
+    gathered = 2 * (2 * block + head) if strategy == "fsdp2" else 0
+    return float(1.1 * (state + activations + head_gradient + gathered))
+
+
+def run_recipe(name: str, run: Path, *overrides: str) -> Finished:
+    finished = run_training(
+        ["--config", str(ROOT / f"recipes/{name}.yaml"), f"output_dir={run}", *FEW_STEPS, *overrides]
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("completed", 4)
-    assert (run / "final/model.safetensors").is_file()
-    return dict(summary["bits_per_byte"])
+    weights = "adapter_model" if "lora" in name else "model"
+    assert (run / f"final/{weights}.safetensors").is_file()
+    assert math.isfinite(summary["bits_per_byte"]["model"])
+    assert "dropout" not in finished.output, "a recipe of ours has none, and the start block does not speak of any"
+    return finished
 
 
 def test_quickstart(tmp_path: Path) -> None:
-    bits = run_recipe("quickstart", tmp_path / "run", "model.config.hidden_size=16", "model.config.intermediate_size=16",
-                      "tokenizer.vocab_size=300", "training.eval_batches=2", "training.global_batch_size=8")  # fmt: skip
+    run_recipe("quickstart", tmp_path / "run", "model.config.hidden_size=16", "model.config.intermediate_size=16",
+               "tokenizer.vocab_size=300", "training.eval_batches=2", "training.global_batch_size=8")  # fmt: skip
+    bits = json.loads((tmp_path / "run/summary.json").read_text())["bits_per_byte"]
     assert set(bits) == {"model"}, "compressors are shown beside an evaluation of all the text only"
 
 
-def test_pretrain_gpt2(tmp_path: Path, words: list[str]) -> None:
-    """The Hub data set has columns text, id, dump, url, ...; the Hub tokenizer is a byte-level BPE like the one made here."""
-    folder = tmp_path / "fineweb"
-    folder.mkdir()
-    records = [
-        {"text": text, "id": str(i), "dump": "CC", "url": "http://x", "score": 3.1} for i, text in enumerate(words)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    from acc_lm.config import TokenizerConfig
-    from acc_lm.tokenizer import make_tokenizer
-
-    make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), words).save_pretrained(tmp_path / "gpt2")
-    run_recipe(
-        "pretrain_gpt2-124m_fineweb-edu", tmp_path / "run", f"data.dataset={folder}", "data.dataset_config=null",
-        f"tokenizer.name_or_path={tmp_path / 'gpt2'}", "model.config={n_embd: 16, n_layer: 2, n_head: 2}", "data.eval_fraction=0.1",
-        "data.sequence_length=32", "training.global_batch_size=8", "training.micro_batch_size=4",
+def test_the_tail_of_shakespeare_is_held_out(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "shakespeare.txt").write_text("\n".join(words))
+    finished = run_recipe(
+        "pretrain_gpt2_shakespeare-char", tmp_path / "run", f"data.files=[{tmp_path}/shakespeare.txt]",
+        "model.config={n_embd: 16, n_layer: 2, n_head: 2}",
     )  # fmt: skip
-    environment = json.loads((tmp_path / "run/environment.json").read_text())
-    assert environment["precision"] == "float32 weights, bfloat16 autocast compute, float32 reduction"
+    length = len("\n".join(words))
+    assert f"1 documents, {length - int(length * 0.9):,} tokens" in finished.output
 
 
-def test_finetune_smollm2(tmp_path: Path, words: list[str]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from acc_lm.config import TokenizerConfig
-    from acc_lm.tokenizer import make_tokenizer
-
-    config = AutoConfig.for_model("llama", hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3,
-                                  num_key_value_heads=1, tie_word_embeddings=True, vocab_size=320, max_position_embeddings=64)  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "smollm2")
-    make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), words).save_pretrained(tmp_path / "smollm2")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/a.txt").write_text("\n".join(words[:20]))
-    (tmp_path / "data/b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words[20:]))
+def test_finetune_on_files_of_any_kind(hub: Path, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(words[:20]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words[20:]))
     run_recipe(
-        "finetune_smollm2-135m_files", tmp_path / "run", f"model.name_or_path={tmp_path / 'smollm2'}",
-        f"data.files=[{tmp_path}/data/**/*.txt, {tmp_path}/data/**/*.jsonl]", "data.sequence_length=32",
-        "training.global_batch_size=8", "training.micro_batch_size=4",
+        "finetune_smollm2-135m_files", tmp_path / "run", f"model.name_or_path={hub}/HuggingFaceTB/SmolLM2-135M",
+        f"data.files=[{tmp_path}/**/*.txt, {tmp_path}/**/*.jsonl]", *SMALL,
     )  # fmt: skip
     card = (tmp_path / "run/final/README.md").read_text()
     assert "base_model:" in card
     assert "fine-tuned from" in card
+
+
+# What a recipe on the Hub says at its start, when it reads what the Hub has: {key: value} by name.
+ON_THE_HUB = {
+    "pretrain_gpt2-124m_fineweb-edu": ("model.config={n_embd: 16, n_layer: 2, n_head: 2}", None),
+    "pretrain_llama-1b_fineweb-edu": (
+        "model.config={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 3, num_key_value_heads: 1}",
+        None,
+    ),
+    "finetune_qwen3-0.6b_wikitext": ("data.skip_bad_rows=20", r"note +20 records without usable text were skipped"),
+    "finetune_llama-3.2-1b_lora": ("adapter.rank=2", r"learned +5[0-9] conversations in 5[0-9] items"),
+    "chat_smollm2-360m_alpaca": ("data.skip_bad_rows=1", r"learned +5[0-9] conversations in 5[0-9] items"),
+    "chat_smollm2-360m_alpaca_lora": ("data.skip_bad_rows=1", r"learned +5[0-9] conversations in 5[0-9] items"),
+    "chat_qwen3_messages": ("data.max_lossy_share=0", r"learned +40 conversations in 80 items"),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_a_recipe_on_the_hub(name: str, hub: Path, tmp_path: Path) -> None:
+    override, says = ON_THE_HUB[name]
+    config = load_config(ROOT / f"recipes/{name}.yaml")
+    overrides = [f"data.dataset={hub}/{config.data.dataset}", "data.dataset_config=null", override, *SMALL]
+    for key, place in (("model", config.model.name_or_path), ("tokenizer", config.tokenizer.name_or_path)):
+        overrides += [f"{key}.name_or_path={hub}/{place}"] * (place is not None)
+    finished = run_recipe(name, tmp_path / "run", *overrides)
+    assert says is None or re.search(says, finished.output), finished.output
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert environment["precision"] == "float32 weights, bfloat16 autocast compute, float32 reduction"
+
+
+def test_every_recipe_is_run() -> None:
+    here = {"quickstart", "pretrain_synthetic", "pretrain_gpt2_shakespeare-char", "finetune_smollm2-135m_files"}
+    of_a_lab = {"chat_quickstart_python-docs"}
+    assert {file.stem for file in RECIPES} == here | set(ON_THE_HUB) | of_a_lab
 
 
 def test_pretrain_synthetic_reaches_the_entropy_rate_and_never_goes_below(tmp_path: Path) -> None:

@@ -477,6 +477,16 @@ def build_items(
     return kept, counts
 
 
+def question_ids(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Ids behind which an answer to a user's question is learned and generated, and the token that ends an answer."""
+    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": "an answer"})
+    items, _ = build_items(
+        Conversation(turns, "the question"), tokenizer, load_template(tokenizer), "assistant", max_length=1 << 62
+    )
+    (item,) = items
+    return item.ids[: item.is_target.index(True)], item.ids[-1]
+
+
 def _all_targets(ids: list[int]) -> Item:
     return Item(ids, [False] + [True] * (len(ids) - 1))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from acc_lm.adapter import NAME as ADAPTER
 from acc_lm.adapter import base_checksum, open_adapter, put_beside, save_adapter
+from acc_lm.chat import question_ids
 from acc_lm.checkpoint import kept_pieces, kept_shapes, make_readable, persistent_buffers
 from acc_lm.config import Config
 from acc_lm.data import DataFacts
@@ -223,19 +224,26 @@ def sample_text(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    is_question: bool = False,
     trust_remote_code: bool = False,
 ) -> str:
     """Text that the exported model writes after `prompt`; the same for the same seed.
 
     Args:
         temperature: 0 always takes the likeliest token.
+        is_question: the prompt is a user's turn in a conversation, and the text returned is the answer alone.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model = load_exported(Path(folder), trust_remote_code)
     model.eval()
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    ends = [tokenizer.eos_token_id]
+    if is_question:
+        found, end = question_ids(prompt, tokenizer)
+        ids, ends = torch.tensor([found]), [end, *ends]
+    else:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if ids.shape[1] == 0:
         ids = torch.tensor([[tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]])
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -252,6 +260,7 @@ def sample_text(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.eos_token_id,
+            **({"eos_token_id": ends} if is_question else {}),
             **choice,
         )
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0][ids.shape[1] if is_question else 0 :], skip_special_tokens=True))

@@ -537,6 +537,7 @@ def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def dropout_of(model: PreTrainedModel) -> float:
     """The largest dropout probability in the model's config or modules."""
-    values = [v for k, v in model.config.to_dict().items() if "drop" in k and isinstance(v, float)]
+    found = model.config.to_dict().items()  # GPT-2's `summary_first_dropout` is of a head that no language model has
+    values = [v for k, v in found if "drop" in k and not k.startswith("summary") and isinstance(v, float)]
     values += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     return max(values, default=0.0)

@@ -19,6 +19,11 @@ def main(arguments: list[str] | None = None) -> int:
     generate.add_argument("model", type=Path, help="folder of an exported model, e.g. runs/quickstart/final")
     generate.add_argument("--prompt", default="", help="text to go on from")
     generate.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a question, in the model's chat template; print the answer alone",
+    )
+    generate.add_argument(
         "--max-new-tokens", type=int, default=100, metavar="N", help="length of the text, in tokens (default 100)"
     )
     generate.add_argument(
@@ -173,7 +178,7 @@ def _generate(known: argparse.Namespace) -> int:
     try:
         text = sample_text(
             known.model, known.prompt, max_new_tokens=known.max_new_tokens,
-            temperature=known.temperature, top_k=known.top_k, seed=known.seed,
+            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat,
         )  # fmt: skip
     except ConfigError:
         raise

@@ -1,0 +1,103 @@
+"""Small stand-ins for what recipes name on the Hub: models of the same families, data sets with the same columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# As published: what the arithmetic of a recipe's memory is made from.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolLM2-135M": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "HuggingFaceTB/SmolLM2-360M": {
+        "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+        "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.2-1B": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-0.6B": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+PUBLISHED["Qwen/Qwen3-0.6B-Base"] = PUBLISHED["Qwen/Qwen3-0.6B"]
+VOCABULARY = {"openai-community/gpt2": 50257, "HuggingFaceTB/SmolLM2-1.7B": 49152}
+
+TINY = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "max_position_embeddings": 256, "vocab_size": 512}  # fmt: skip
+FAMILY = {"HuggingFaceTB": "", "openai-community": "", "meta-llama": "llama3", "Qwen": "qwen3"}
+"""Whose chat template and tokens (tests/chat_templates.py); a base model's tokenizer has the tokens without the template."""
+
+
+def make_hub(folder: Path, words: list[str]) -> Path:
+    """A folder with `owner/name` for each model, tokenizer and data set that a recipe names."""
+    from chat_templates import FAMILIES
+    from test_chat import with_tokens
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from acc_lm.config import TokenizerConfig
+    from acc_lm.tokenizer import make_tokenizer
+
+    for name in (*PUBLISHED, *VOCABULARY):
+        owner = name.split("/")[0]
+        tokenizer = make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), words)
+        if FAMILY[owner]:
+            tokenizer = with_tokens(tokenizer, FAMILIES[FAMILY[owner]])  # type: ignore[arg-type]
+        if name not in ("Qwen/Qwen3-0.6B",):
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(folder / name)
+        if name in PUBLISHED:
+            shape = PUBLISHED[name] | TINY | ({"head_dim": 8} if "head_dim" in PUBLISHED[name] else {})
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).save_pretrained(folder / name)
+    for name, splits in datasets(words).items():
+        (folder / name).mkdir(parents=True)
+        for split, records in splits.items():
+            lines = [json.dumps(record) + "\n" for record in records]
+            (folder / name / f"{split}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def datasets(words: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Records of each split, with the columns that the data set on the Hub has."""
+    web = [
+        {"text": text, "id": str(i), "dump": "CC", "url": "http://x", "date": "2024", "file_path": "s3://x", "language": "en",
+         "language_score": 0.9, "token_count": 60, "score": 3.1, "int_score": 3}
+        for i, text in enumerate(words)
+    ]  # fmt: skip
+    paragraphs = [{"text": text} for word in words for text in ("", f" {word} \n")]
+    pairs = list(exchanges(words))
+    empty = {"instruction": "What is missing?", "input": "", "output": ""}
+    filled = [{"instruction": question, "input": given, "output": answer} for question, given, answer in pairs]
+    talks = [
+        {"full_topic": "Words", "messages": [
+            {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello! How can I help you?"},
+            {"role": "user", "content": question}, {"role": "assistant", "content": answer},
+        ]} for question, _, answer in pairs[:48]
+    ]  # fmt: skip
+    return {
+        "HuggingFaceFW/fineweb-edu": {"train": web},
+        "Salesforce/wikitext": {"train": paragraphs[:40], "validation": paragraphs[60:], "test": paragraphs[40:60]},
+        "yahma/alpaca-cleaned": {
+            "train": [{name: record[name] for name in ("output", "input", "instruction")} for record in filled]
+        },
+        "tatsu-lab/alpaca": {
+            "train": [
+                record | {"text": f"Below is ... {record['output']}"} for record in [*filled[:30], empty, *filled[30:]]
+            ]
+        },
+        "HuggingFaceTB/smoltalk": {"train": talks[:40], "test": talks[40:]},
+    }
+
+
+def exchanges(words: list[str]) -> Iterator[tuple[str, str, str]]:
+    """60 of (instruction, input, output); four in ten have an input."""
+    for number in range(60):
+        text = words[number % len(words)]
+        given = text[:40] if number % 5 < 2 else ""
+        yield f"{number}: what comes then?", given, text[40 : 60 + number]

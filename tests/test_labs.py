@@ -1,0 +1,203 @@
+"""Every command of the labs, as a learner types it: for a few steps in the fast test, as it stands in `make test-all`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from processes import LAUNCH_VARIABLES, ROOT, Launch, build_extensions_once, launcher_environment
+
+from acc_lm.config import Config
+from acc_lm.history import read
+
+LAB = ROOT / "docs/labs/alpaca_deepspeed.md"
+FEW_STEPS = (
+    "training.max_steps=3", "training.num_epochs=null", "training.eval_every=2", "training.eval_batches=1", "training.log_every=1",
+    "schedule.warmup_steps=1", "tracking.report_to=[]", "export.sample_tokens=4",
+)  # fmt: skip
+# `make train` on some modules of the library, with a smaller model.
+SMALL_BASE = (
+    f"data.files=[{sysconfig.get_path('stdlib')}/json/*.py]", "data.source=files", "tokenizer.vocab_size=400",
+    "model.config.hidden_size=32", "model.config.intermediate_size=32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    section: str
+    text: str
+    is_python: bool
+
+
+def commands(page: Path) -> list[Command]:
+    """The lines of the shell blocks and the whole Python blocks of a page, in order."""
+    found = []
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+        title = section.partition("\n")[0]
+        for language, block in re.findall(r"^```(bash|python)\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+            lines = [block] if language == "python" else block.splitlines()
+            found += [Command(title, line, language == "python") for line in lines]
+    return found
+
+
+def stand_ins(text: str, hub: Path) -> list[str]:
+    """Overrides that put small local models and data sets in the place of those that a command would download."""
+    recipe = re.search(r"--config (recipes/\S+)", text)
+    if recipe is None or "dataset:" not in (ROOT / recipe[1]).read_text():
+        return []
+    found = config_of(recipe[1])
+    return [
+        f"model.name_or_path={hub}/{found.model.name_or_path}", f"data.dataset={hub}/{found.data.dataset}",
+        "data.sequence_length=64", "data.eval_fraction=0.1", *FEW_STEPS,
+    ]  # fmt: skip
+
+
+def config_of(recipe: str) -> Config:
+    from acc_lm.recipe import load_config
+
+    return load_config(ROOT / recipe)
+
+
+def run_here(command: Command, overrides: list[str], folder: Path) -> str:
+    """The command in forked processes, with at most two of them; returns what it printed."""
+    environment, num_processes = {}, 1
+    words = [] if command.is_python else shlex.split(command.text)
+    if command.is_python:
+        run: Callable[[], int | None] = lambda: exec(compile(command.text, str(LAB), "exec"), {})  # noqa: E731
+    elif words == ["make", "train"]:
+        run = main_of(overrides)
+    elif "train.py" in words:
+        launcher, arguments = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
+        if launcher[:2] == ["accelerate", "launch"]:
+            options = dict(zip(launcher[2::2], launcher[3::2], strict=True))
+            num_processes = min(int(options.get("--num_processes", 2)), 2)
+            environment = launcher_environment(ROOT / options["--config_file"], num_processes)
+        run = main_of([*arguments, *overrides])
+    elif words[0] == "acc-lm":
+        from acc_lm import cli
+
+        if words[1] == "parity":  # real launches, each of which takes a while
+            words[words.index("--cases") + 1] = "single:1"
+            words += overrides
+        run = lambda: cli.main(words[1:])  # noqa: E731
+    elif words[0] == "python":
+
+        def run() -> None:
+            sys.argv = words[1:]
+            runpy.run_path(words[1], run_name="__main__")
+    else:
+        return subprocess.run(words, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+    def there() -> int | None:
+        os.chdir(folder)
+        return run()
+
+    finished = Launch(there, num_processes, environment).wait(180)
+    assert finished.codes == [0] * num_processes, f"{command.text}\n{finished.output}"
+    return finished.output
+
+
+def main_of(arguments: list[str]) -> Callable[[], int]:
+    def run() -> int:
+        import train
+
+        sys.argv = ["train.py", *arguments]
+        return train.main(arguments)
+
+    return run
+
+
+def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> None:
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    found = commands(LAB)
+    assert len(found) > 15
+    printed = {}
+    for command in found:
+        overrides = stand_ins(command.text, hub)
+        if not overrides and ("train.py" in command.text or command.text.startswith(("make", "acc-lm parity"))):
+            overrides = [*FEW_STEPS, *(SMALL_BASE if command.text == "make train" else ())]
+        printed[command.text] = run_here(command, overrides, tmp_path)
+
+    def text_of(*parts: str) -> str:
+        (text,) = [text for name, text in printed.items() if all(part in name for part in parts)]
+        return text
+
+    assert '"instruction"' in text_of("head")
+    assert "strategy      deepspeed_zero2, 2 processes" in text_of("zero2_offload", "quickstart")
+    assert "strategy      deepspeed_zero3, 2 processes" in text_of("zero3", "quickstart")
+    assert "(" in text_of("pipeline") or text_of("pipeline"), "an answer, whatever it is after three steps"
+    evaluations = [entry for entry in read(tmp_path / "runs/lab") if "eval/loss" in entry]
+    assert [entry["step"] for entry in evaluations] == [0, 2, 3], "before, and after"
+    assert (tmp_path / "runs/lab-merged/model.safetensors").is_file()
+    assert (tmp_path / "runs/smollm2-alpaca-lora/final/adapter_model.safetensors").is_file()
+
+
+def test_the_lab_says_what_its_recipes_say() -> None:
+    page = LAB.read_text()
+    header = (ROOT / "recipes/chat_smollm2-360m_alpaca.yaml").read_text()
+    figures = re.findall(r"(?:zero2_offload|zero3) on \d ([\d.]+ GB)", header)
+    assert len(figures) == 2
+    assert all(figure in page for figure in figures)
+
+
+@pytest.mark.slow
+def test_the_whole_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
+    """Typed word for word, but for the installation, and for what the last section would download."""
+    build_extensions_once(needs_nvme=False)
+    clone = tmp_path / "clone"
+    files = subprocess.run(
+        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    for name in filter(None, files.split("\0")):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    binaries = Path(sys.executable).parent
+    environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
+    environment |= {"PATH": f"{binaries}:{environment['PATH']}", "PYTHONPATH": str(clone / "src")}
+    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/torch_extensions").symlink_to(Path(os.environ["ACC_LM_CACHE"]) / "torch_extensions")
+    seconds, printed = {}, {}
+    for command in commands(LAB):
+        text = command.text
+        if command.is_python:
+            words = [sys.executable, "-c", text]
+        else:
+            text = re.sub(r"^make ", f"make -o .venv/installed BIN={binaries} ", text)
+            words = ["bash", "-c", " ".join([text, *map(shlex.quote, stand_ins(text, hub))])]
+        started = time.monotonic()
+        done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=900)
+        seconds[text] = time.monotonic() - started
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+        printed[text] = done.stdout
+        print(f"$ {text}    # {seconds[text]:.0f} s\n{done.stdout[-1500:]}")
+
+    for run in ("lab", "lab-lora"):
+        losses = [entry["eval/loss"] for entry in read(clone / "runs/lab") if "eval/loss" in entry]
+        assert losses[-1] < 2 / 3 * losses[0], f"{run}: {losses}"
+    summary = json.loads((clone / "runs/lab/summary.json").read_text())
+    assert summary["status"] == "completed"
+    (before,), (after,) = (
+        [text for name, text in printed.items() if f"generate runs/{run}/final" in name]
+        for run in ("quickstart", "lab")
+    )
+    form = r"- kind: (function|method)\n- name: \S+\n- module: \S+\n"
+    assert re.fullmatch(form, after), after
+    assert not re.match(form, before), before
+    assert printed[next(name for name in printed if "parity" in name)].count("same rows") == 2
+    laptop = sum(spent for text, spent in seconds.items() if "smollm2" not in text)
+    print(f"\nthe laptop's part took {laptop:.0f} s")
