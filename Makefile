@@ -25,6 +25,7 @@ lint: .venv/installed
 docs: .venv/installed
 	$(BIN)/acc-lm recipe schema > recipes/schema.json
 	$(BIN)/acc-lm recipe markdown > docs/recipe.md
+	$(BIN)/python docs/update_readme.py recipes
 
 # Runs the quickstart anew and puts what it printed into the README.
 readme: .venv/installed

@@ -2,6 +2,7 @@
 
 make readme                             runs both and inserts what they print
 python docs/update_readme.py LOG LOG    inserts outputs that were kept
+python docs/update_readme.py recipes    only makes the table of recipes anew, from their headers
 """
 
 from __future__ import annotations
@@ -30,6 +31,27 @@ def training_block(output: str) -> str:
     return "\n".join([*start, lines[steps[0]], "...", *end])
 
 
+def recipe_table() -> str:
+    """A row for each recipe, from what its header says."""
+    rows = ["| recipe (what) | | hardware | memory of each GPU or process |", "|---|---|---|---|"]
+    for file in sorted((ROOT / "recipes").glob("*.yaml"), key=lambda file: (file.stem != "quickstart", file.stem)):
+        lines = [line[2:] for line in file.read_text().splitlines() if line.startswith("# ")]
+        text = " ".join(lines[1:])
+        hardware, memory = (
+            re.findall(rf"^{name}.*?: (.*?)\.?$", "\n".join(lines), re.M)[0] for name in ("Hardware", "Memory")
+        )
+        what = re.split(r"\. ", text)[0]
+        figures = memory.partition(", by")[0].removesuffix(", measured")
+        rows.append(f"| [{file.stem}](recipes/{file.name}) | {what} | {hardware} | {figures} |")
+    return "\n".join(rows)
+
+
+def insert_table(readme: str) -> str:
+    pattern = r"(<!-- recipes: [^>]*-->\n\n).*?(\n\n<!-- /recipes -->)"
+    assert re.search(pattern, readme, re.DOTALL), "README.md has no place for the recipes"
+    return re.sub(pattern, lambda match: match[1] + recipe_table() + match[2], readme, flags=re.DOTALL)
+
+
 def insert(readme: str, name: str, text: str) -> str:
     pattern = rf"(<!-- {name}: [^>]*-->\n```\n).*?(```\n<!-- /{name} -->)"
     assert re.search(pattern, readme, re.DOTALL), f"README.md has no place for {name}"
@@ -37,13 +59,16 @@ def insert(readme: str, name: str, text: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["recipes"]:
+        (ROOT / "README.md").write_text(insert_table((ROOT / "README.md").read_text()))
+        return
     if len(sys.argv) == 3:
         train, test = (Path(name).read_text() for name in sys.argv[1:])
     else:
         train = output_of(sys.executable, "train.py", "output_dir=runs/readme")
         test = output_of("make", "test")
     summary = re.findall(r"=+ (\d+ passed.*?) =+", test)[-1]
-    readme = (ROOT / "README.md").read_text()
+    readme = insert_table((ROOT / "README.md").read_text())
     readme = insert(readme, "quickstart", training_block(train))
     (ROOT / "README.md").write_text(insert(readme, "tests", summary))
 

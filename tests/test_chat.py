@@ -28,6 +28,7 @@ from acc_lm.chat import (
     describe,
     detect_format,
     load_template,
+    question_ids,
     read_conversation,
 )
 from acc_lm.config import TokenizerConfig
@@ -246,6 +247,22 @@ def test_a_token_across_the_start_of_an_answer_does_not_change_what_generation_s
     first, second = items_of({"messages": turns("a", "\n\nb", "c", "d")}, tokenizer)
     assert first == item
     assert two[0] in second.ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_question_is_asked_as_the_library_asks_it(name: str) -> None:
+    tokenizer = tokenizer_of("byte", name)
+    ids, end = question_ids("what? <not special>", tokenizer)
+    asked = Conversation(({"role": "user", "content": "what? <not special>"},), "here")
+    assert ids == generation_prompt(tokenizer, asked, 1)
+    assert tokenizer.convert_ids_to_tokens([end])[0] in (FAMILIES[name].eos_token, *FAMILIES[name].special)
+
+
+def test_a_question_to_a_model_without_a_template_is_asked_in_plain_words() -> None:
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    ids, end = question_ids("what?", tokenizer)
+    assert decoded(tokenizer, ids) == "user:\nwhat?<|endoftext|>\nassistant:\n"
+    assert end == tokenizer.eos_token_id
 
 
 def test_a_mask_found_by_searching_the_answers_text_is_wrong(

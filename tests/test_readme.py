@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from processes import ROOT
 from acc_lm.cli.arguments import parse_train_arguments
 from acc_lm.recipe import load_config
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
@@ -65,6 +66,11 @@ def test_the_table_names_every_recipe_and_config() -> None:
     readme = (ROOT / "README.md").read_text()
     for file in [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "accelerate_configs").glob("*.yaml")]:
         assert f"({file.relative_to(ROOT)})" in readme, file.name
+
+
+def test_the_table_of_recipes_is_made_of_their_headers() -> None:
+    made = runpy.run_path(str(ROOT / "docs/update_readme.py"))["recipe_table"]()
+    assert made in (ROOT / "README.md").read_text(), "run `make docs`"
 
 
 def test_the_shown_output_is_of_this_quickstart() -> None:

@@ -56,9 +56,9 @@ def test_the_header_says_what_to_expect_and_from_where(file: Path) -> None:
         said = re.fullmatch(r"# Memory per GPU: (.*), by the arithmetic of docs/strategies.md, not measured\.", memory)
         assert said, memory
         for part in said[1].split(", "):
-            strategy, num_processes = re.fullmatch(r"(\w+) on (\d+) [\d.]+ GB", part).groups()  # type: ignore[union-attr]
+            strategy, num_processes = re.fullmatch(r"[\d.]+ GB with (\w+) on (\d+)", part).groups()  # type: ignore[union-attr]
             computed = memory_per_gpu(config, strategy, int(num_processes))
-            assert part == f"{strategy} on {num_processes} {computed / 1e9:.1f} GB"
+            assert part == f"{computed / 1e9:.1f} GB with {strategy} on {num_processes}"
         assert len(said[1].split(", ")) == 2
 
 
@@ -143,18 +143,30 @@ def test_finetune_on_files_of_any_kind(hub: Path, tmp_path: Path, words: list[st
     assert "fine-tuned from" in card
 
 
-# What a recipe on the Hub says at its start, when it reads what the Hub has: {key: value} by name.
+# By name, what is overridden beside sizes and places, and what the start block says of the data.
 ON_THE_HUB = {
     "pretrain_gpt2-124m_fineweb-edu": ("model.config={n_embd: 16, n_layer: 2, n_head: 2}", None),
     "pretrain_llama-1b_fineweb-edu": (
         "model.config={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 3, num_key_value_heads: 1}",
         None,
     ),
-    "finetune_qwen3-0.6b_wikitext": ("data.skip_bad_rows=20", r"note +20 records without usable text were skipped"),
-    "finetune_llama-3.2-1b_lora": ("adapter.rank=2", r"learned +5[0-9] conversations in 5[0-9] items"),
-    "chat_smollm2-360m_alpaca": ("data.skip_bad_rows=1", r"learned +5[0-9] conversations in 5[0-9] items"),
-    "chat_smollm2-360m_alpaca_lora": ("data.skip_bad_rows=1", r"learned +5[0-9] conversations in 5[0-9] items"),
-    "chat_qwen3_messages": ("data.max_lossy_share=0", r"learned +40 conversations in 80 items"),
+    "finetune_qwen3-0.6b_wikitext": ("data.skip_bad_rows=20", r"note +30 records without usable text were skipped"),
+    "finetune_llama-3.2-1b_lora": (
+        "adapter.rank=2",
+        r"learned +alpaca, trained on assistant: 53 conversations in 53 items",
+    ),
+    "chat_smollm2-360m_alpaca": (
+        "data.skip_bad_rows=1",
+        r"learned +alpaca, trained on assistant: 53 conversations in 53 items",
+    ),
+    "chat_smollm2-360m_alpaca_lora": (
+        "data.skip_bad_rows=1",
+        r"learned +alpaca, trained on assistant: 53 conversations in 53 items",
+    ),
+    "chat_qwen3_messages": (
+        "data.max_lossy_share=0",
+        r"learned +messages, trained on assistant: 40 conversations in 80 items",
+    ),
 }
 
 
@@ -163,6 +175,8 @@ def test_a_recipe_on_the_hub(name: str, hub: Path, tmp_path: Path) -> None:
     override, says = ON_THE_HUB[name]
     config = load_config(ROOT / f"recipes/{name}.yaml")
     overrides = [f"data.dataset={hub}/{config.data.dataset}", "data.dataset_config=null", override, *SMALL]
+    if config.data.format:
+        overrides.append("data.sequence_length=224")
     for key, place in (("model", config.model.name_or_path), ("tokenizer", config.tokenizer.name_or_path)):
         overrides += [f"{key}.name_or_path={hub}/{place}"] * (place is not None)
     finished = run_recipe(name, tmp_path / "run", *overrides)
