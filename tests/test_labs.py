@@ -171,7 +171,7 @@ def test_the_whole_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
     environment |= {"PATH": f"{binaries}:{environment['PATH']}", "PYTHONPATH": str(clone / "src")}
-    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache")}
+    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}  # tests run beside each other
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/torch_extensions").symlink_to(Path(os.environ["ACC_LM_CACHE"]) / "torch_extensions")
     seconds, printed = {}, {}
