@@ -146,7 +146,7 @@ def write_items(
                 targets.append(np.asarray(item.is_target, dtype=bool))
                 offsets.append(offsets[-1] + len(item.ids))
                 if with_bytes:
-                    bytes_file.write(_bytes_of_targets(item.ids, targets[-1], tokenizer).tobytes())
+                    bytes_file.write(bytes_of_targets(item.ids, targets[-1], tokenizer).tobytes())
             progress(len(document.text.encode()))
         for file in (ids_file, bytes_file):
             file.flush()
@@ -160,7 +160,7 @@ def write_items(
     return counts
 
 
-def _bytes_of_targets(ids: list[int], is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def bytes_of_targets(ids: list[int], is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """UTF-8 bytes of each run of targets, noted at its first: uint32 [len(ids)]. Special tokens have none."""
     counts = np.zeros(len(ids), dtype=np.uint32)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(np.int8)))

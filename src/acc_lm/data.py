@@ -519,6 +519,17 @@ def _encode(
         yield np.concatenate(ids), np.concatenate(byte_counts), num_bytes
 
 
+def encode_each(
+    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
+    """Each document with its ids, the end token last, and the bytes that each of them stands for: what a row is cut from."""
+    encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
+    assert isinstance(end, int)
+    for document in documents:
+        ((ids, byte_counts, _),) = _encode(iter([document]), encoder, end, with_bytes=True)
+        yield document, ids, byte_counts
+
+
 def _marked(text: str) -> list[tuple[str, bool]]:
     """The pieces of a document, each with whether it is the last."""
     *pieces, last = pieces_of(text)

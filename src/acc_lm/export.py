@@ -169,8 +169,8 @@ def _plain(text: str) -> str:
     return "".join(" " if c in "`<>|[]\\" or CONTROL.match(c) else c for c in text)
 
 
-def load_exported(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The model in a folder; for an adapter peft's model, of its base with the adapter in it.
+def load_exported(folder: Path, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The model in a folder or on the Hub; for an adapter peft's model, of its base with the adapter in it.
 
     Raises:
         ConfigError: its code would have to be trusted, or the adapter's base is another model now.
@@ -180,7 +180,7 @@ def load_exported(folder: Path, trust_remote_code: bool = False) -> Any:
 
     adapter = open_adapter(folder)
     where: str | Path = folder
-    how: dict[str, Any] = {}
+    how: dict[str, Any] = {"revision": revision}
     if adapter is not None:
         where, how = adapter.base, {"revision": adapter.revision}
     found = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)

@@ -30,6 +30,15 @@ class LossSums(NamedTuple):
     """Targets that had the highest logit; int64."""
 
 
+class PositionLosses(NamedTuple):
+    """What `LossSums` adds up, for each position; all 0 where there is no target."""
+
+    nll: Tensor
+    """-log p of the targets, in nats, shaped like them; float32, or float64 for a float64 model."""
+    is_correct: Tensor
+    """Whether the target had the highest logit; bool."""
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The type in which a loss is computed: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -138,3 +147,23 @@ def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
         logits_NV.to(wide(logits.dtype)), targets_N, ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return LossSums(nll, (targets_N != IGNORE_INDEX).sum(), (logits_NV.argmax(dim=-1) == targets_N).sum())
+
+
+def position_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> PositionLosses:
+    """The losses of an evaluation one by one; arguments as in `summed_loss`, no gradient."""
+    hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    chunks = [
+        losses_of_logits(nn.functional.linear(some_CH, weight, bias), some_C)
+        for some_CH, some_C in zip(hidden_NH.split(CHUNK_POSITIONS), targets_N.split(CHUNK_POSITIONS), strict=True)
+    ]
+    nll_N, is_correct_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return PositionLosses(nll_N.view_as(targets), is_correct_N.view_as(targets))
+
+
+def losses_of_logits(logits: Tensor, targets: Tensor) -> PositionLosses:
+    """The same for logits that already exist; arguments as in `sums_of_logits`."""
+    logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    nll_N = nn.functional.cross_entropy(
+        logits_NV.to(wide(logits.dtype)), targets_N, ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return PositionLosses(nll_N.view_as(targets), (logits_NV.argmax(dim=-1) == targets_N).view_as(targets))

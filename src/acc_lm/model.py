@@ -27,7 +27,15 @@ from acc_lm.attention import (
 )
 from acc_lm.config import AdapterConfig, ModelConfig
 from acc_lm.errors import ConfigError
-from acc_lm.losses import IGNORE_INDEX, LossSums, loss_sums, summed_loss, sums_of_logits
+from acc_lm.losses import (
+    IGNORE_INDEX,
+    LossSums,
+    loss_sums,
+    losses_of_logits,
+    position_losses,
+    summed_loss,
+    sums_of_logits,
+)
 from acc_lm.tokenizer import first_line
 
 if TYPE_CHECKING:
@@ -58,10 +66,12 @@ class LossHead(nn.Linear):
     sharded weights are whole, so the fused loss works on every engine.
     """
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Any:
-        """Logits [..., V]; with targets the summed loss when training, `LossSums` when evaluating."""
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, by_position: bool = False) -> Any:
+        """Logits [..., V]; with targets the summed loss when training, `LossSums` or `PositionLosses` when evaluating."""
         if targets is None:
             return super().forward(hidden)
+        if by_position:
+            return position_losses(hidden, self.weight, self.bias, targets)
         compute = summed_loss if self.training else loss_sums
         return compute(hidden, self.weight, self.bias, targets)
 
@@ -72,13 +82,14 @@ def _fused_forward(
     targets: Tensor | None = None,
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
+    by_position: bool = False,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids)
     if targets is None:
         return type(model).forward(model, input_ids=input_ids, **given, **keywords)
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **given)[0]
-    return model.get_output_embeddings()(hidden, targets)
+    return model.get_output_embeddings()(hidden, targets, by_position)
 
 
 def _logits_forward(
@@ -87,12 +98,15 @@ def _logits_forward(
     targets: Tensor | None = None,
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
+    by_position: bool = False,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids) | keywords
     if targets is None:
         return type(model).forward(model, input_ids=input_ids, **given)
     output = type(model).forward(model, input_ids=input_ids, **{"use_cache": False, **given})
+    if by_position:
+        return losses_of_logits(output.logits, targets)
     sums: LossSums = sums_of_logits(output.logits, targets)
     return sums.nll if model.training else sums
 
@@ -139,15 +153,7 @@ def build_model(
         )
     else:
         model = _load_pretrained(config)
-    _fit_to_recipe(model, config, tokenizer, sequence_length)
-    for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
-        parameter.data = parameter.data.to(DTYPES[config.dtype])
-    with _must_run("model"):
-        attention = choose_attention(model, sequence_length)
-        loss = install_loss(model)
-    if packs:
-        check_packing(model, sequence_length)
-        attention = _prepare_packing(model, attention)
+    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs)
     base = weights_checksum(model) if adapter.kind != "none" else ""
     _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
@@ -161,6 +167,22 @@ def build_model(
     )
     model.train()
     return model, facts
+
+
+def make_ready(
+    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, packs: bool
+) -> tuple[str, str]:
+    """Types, attention and loss of a model that has its weights; returns what people are told of the last two."""
+    _fit_to_recipe(model, config, tokenizer, sequence_length)
+    for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
+        parameter.data = parameter.data.to(DTYPES[config.dtype])
+    with _must_run("model"):
+        attention = choose_attention(model, sequence_length)
+        loss = install_loss(model)
+    if packs:
+        check_packing(model, sequence_length)
+        attention = _prepare_packing(model, attention)
+    return attention, loss
 
 
 def build_empty_model(
@@ -541,3 +563,9 @@ def dropout_of(model: PreTrainedModel) -> float:
     values = [v for k, v in found if "drop" in k and not k.startswith("summary") and isinstance(v, float)]
     values += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     return max(values, default=0.0)
+
+
+def longest_input(config: ModelConfig) -> int | None:
+    """Most ids that an existing model reads at once; None when it does not say."""
+    limit = getattr(_pretrained_config(config).get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None

@@ -34,6 +34,41 @@ def main(arguments: list[str] | None = None) -> int:
     )
     generate.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
 
+    evaluate = verbs.add_parser(
+        "evaluate",
+        usage="acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
+        help="loss, perplexity, bits per byte and token accuracy of a model on a text, by document; its answers to prompts",
+    )
+    evaluate.add_argument(
+        "model", metavar="MODEL", help="final/ of a run, the run, another model's folder, or a Hub id"
+    )
+    evaluate.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file or glob of text or conversations; several times for several (default: what the run held out)",
+    )
+    evaluate.add_argument("--predictions", type=Path, metavar="FILE", help="write a line of JSON for each document")
+    evaluate.add_argument(
+        "--generate", action="store_true", help="answer each prompt, and compare with the answer that is there"
+    )
+    evaluate.add_argument(
+        "--references-column", metavar="NAME", help="of the records, with other right answers: a text or a list of them"
+    )
+    evaluate.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default 100)")
+    evaluate.add_argument(
+        "--temperature", type=float, metavar="T", help="draw the tokens of an answer (default 0: the likeliest)"
+    )
+    evaluate.add_argument(
+        "--batch-size", type=int, metavar="N", help="rows or prompts at a time; decides memory, never a figure"
+    )
+    evaluate.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the Hub id")
+    evaluate.add_argument("--json", action="store_true", help="for scripts")
+    evaluate.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe, e.g. data.sequence_length=512"
+    )
+
     export = verbs.add_parser("export", help="make another model folder of an exported one")
     export.add_argument("final", type=Path, metavar="FINAL", help="folder of an adapter, e.g. runs/lora/final")
     export.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
@@ -115,10 +150,16 @@ def main(arguments: list[str] | None = None) -> int:
     keep.add_argument("--pause", type=float, default=5, metavar="SECONDS", help="between two attempts (default 5)")
     keep.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
 
-    known = parser.parse_args(arguments)
+    known, strange = parser.parse_known_args(arguments)
+    if known.verb == "evaluate":  # whose overrides may stand before, between and behind the options
+        known.overrides += [word for word in strange if not word.startswith("-")]
+        strange = [word for word in strange if word.startswith("-")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
     try:
         verbs_by_name = {
             "generate": _generate,
+            "evaluate": _evaluate,
             "export": _export,
             "recipe": _recipe,
             "parity": _parity,
@@ -133,6 +174,23 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print_problems(error)
         return error.exit_code
+
+
+def _evaluate(known: argparse.Namespace) -> int:
+    from acc_lm.cli.evaluate import Request, evaluate
+
+    for word in known.overrides:
+        if "=" not in word:
+            raise ConfigError(
+                f"command line: must be an option or section.key=value, got {word!r}; data is given as --data {word}"
+            )
+    return evaluate(
+        Request(
+            known.model, tuple(known.data), known.predictions, known.generate, known.references_column,
+            known.max_new_tokens, known.temperature, known.batch_size, known.revision, known.json,
+            tuple(known.overrides),
+        )
+    )  # fmt: skip
 
 
 def _export(known: argparse.Namespace) -> int:

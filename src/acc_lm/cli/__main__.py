@@ -1,0 +1,8 @@
+"""`python -m acc_lm.cli` is `acc-lm`, for launchers that start modules."""
+
+import sys
+
+from acc_lm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""`acc-lm evaluate`: what an existing model makes of a text, document by document, and what it answers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from acc_lm.config import Config
+from acc_lm.errors import ConfigError, OutOfMemoryError, StorageError, storage_reason
+from acc_lm.recipe import dump_config, load_config
+from acc_lm.redaction import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accelerate import Accelerator
+
+    from acc_lm.completions import Prompt
+    from acc_lm.scoring import ScoredText, Scores
+
+METRICS = {"exact_match": "ExactMatch", "bleu": "Bleu", "rouge": "Rouge"}
+"""Modules of `evaluate_modules`, and their classes."""
+BATCH_SIZE = 16
+LONGEST_ROW = 1024
+"""Targets of a row where no recipe says it, in tokens, if the model reads as many."""
+SETTLED = (
+    "model.name_or_path",
+    "model.config",
+    "model.revision",
+    "adapter",
+    "training.max_steps",
+    "training.num_epochs",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    model: str
+    data: tuple[str, ...] = ()
+    predictions: Path | None = None
+    generate: bool = False
+    references_column: str | None = None
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    batch_size: int | None = None
+    revision: str | None = None
+    as_json: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+def evaluate(request: Request) -> int:
+    """Score a text with a model, on every process of the launch; returns the exit code."""
+    from acc_lm.runtime import explain
+
+    _check(request)
+    config: Config | None = None
+    try:
+        config, held_out = recipe_of(request)
+        _run(request, config, held_out)
+    except OSError as error:
+        if reason := storage_reason(error):
+            raise StorageError(f"the disk must be writable, got: {reason} ({error}); free some space") from None
+        raise
+    except RuntimeError as error:
+        explained = explain(error, config)
+        if isinstance(explained, OutOfMemoryError):
+            size = request.batch_size or (config.training.micro_batch_size if config else BATCH_SIZE)
+            raise OutOfMemoryError(
+                f"a forward pass must fit into memory, got {size} rows that do not; lower --batch-size, which changes no figure"
+            ) from None
+        if explained is not None:
+            raise explained from None
+        raise
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check(request: Request) -> None:
+    """What the command line alone can get wrong."""
+    numbers = (
+        ("--max-new-tokens", request.max_new_tokens, 1),
+        ("--batch-size", request.batch_size, 1),
+        ("--temperature", request.temperature, 0),
+    )
+    for name, given, least in numbers:
+        if given is not None and given < least:
+            raise ConfigError(f"{name} must be at least {least}, got {given}; change it")
+    of_answers = {
+        "--references-column": request.references_column,
+        "--max-new-tokens": request.max_new_tokens,
+        "--temperature": request.temperature,
+    }
+    for name, option in of_answers.items():
+        if option is not None and not request.generate:
+            raise ConfigError(f"{name} must come with --generate, got it alone; add --generate")
+    for override in request.overrides:
+        key = override.partition("=")[0]
+        if key in ("training.micro_batch_size", "training.global_batch_size"):
+            raise ConfigError(f"the rows of a forward pass must be given as --batch-size, got {override}; change it")
+        if any(key == name or key.startswith(f"{name}.") for name in SETTLED):
+            raise ConfigError(f"{key} must be left out, got {override}; MODEL says what is evaluated")
+    if request.predictions is not None:
+        _check_new_file(request.predictions)
+
+
+def _check_new_file(file: Path) -> None:
+    if file.exists() or file.is_symlink():
+        raise ConfigError(f"--predictions must be a new file, got {file}, which is there already; name another")
+    folder = file.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        what = "cannot be written" if folder.is_dir() else "is no folder"
+        raise ConfigError(
+            f"--predictions must be in a folder that can be written, got {file}: {folder} {what}; change it"
+        )
+
+
+# --- what is evaluated ---------------------------------------------------------------------------------------------
+
+
+def recipe_of(request: Request) -> tuple[Config, bool]:
+    """How a run would evaluate this model on this text, and whether only on what its recipe held out.
+
+    Of a run's own recipe counts what decides rows and numbers; code of a model is trusted only by who types so.
+
+    Raises:
+        ConfigError: there is no such model, or nothing to evaluate it on.
+    """
+    model, run = _find_model(request.model)
+    if (
+        not request.data
+        and run is None
+        and not any(o.startswith(("data.files=", "data.source=")) for o in request.overrides)
+    ):
+        raise ConfigError(
+            f"--data must name files to evaluate on, got none, and {request.model} is in no run, which would say what it held out; add it"
+        )
+    recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
+    data: dict[str, Any] = dict(recipe.get("data", {})) | {"chat_template": None}  # the tokenizer has it
+    training = recipe.get("training", {})
+    if request.data:
+        data |= {"source": "files", "files": list(request.data), "eval_files": [], "dataset": None, "format": None}
+    if run is None and not any(override.startswith("data.sequence_length=") for override in request.overrides):
+        data["sequence_length"] = _longest_row(model, request)
+    rows = request.batch_size or training.get("micro_batch_size", BATCH_SIZE)
+    values: dict[str, Any] = {
+        "seed": recipe.get("seed", 0),
+        "model": {
+            "name_or_path": model,
+            "revision": request.revision,
+            "dtype": recipe.get("model", {}).get("dtype", "float32"),
+        },
+        "data": data,
+        "training": {
+            "max_steps": 1,
+            "micro_batch_size": rows,
+            "global_batch_size": rows * int(os.environ.get("WORLD_SIZE", "1")),
+            "mixed_precision": training.get("mixed_precision"),
+            "allow_tf32": training.get("allow_tf32", False),
+        },
+        "schedule": {"warmup_steps": 0},
+        "tracking": {"report_to": []},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "evaluate.yaml")
+        file.write_text(dump_config(Config.model_validate(values)))
+        return load_config(file, request.overrides), not request.data
+
+
+def _find_model(name: str) -> tuple[str, Path | None]:
+    """Folder or Hub id of the model, and the run that it is of."""
+    folder = Path(name).expanduser()
+    if _is_run(folder):
+        final = folder / "final"
+        if not final.is_dir():
+            raise ConfigError(
+                f"MODEL must be a run that has exported its model, got {name} without final/; evaluate its newest checkpoint with "
+                "train.py --eval-only, or make a model of it: acc-lm checkpoint convert-to-hf"
+            )
+        return str(final), folder
+    if (folder / "manifest.json").is_file():
+        raise ConfigError(
+            f"MODEL must be the folder of a model, got the checkpoint {name}; make one of it: acc-lm checkpoint convert-to-hf {name} OUTPUT"
+        )
+    if folder.is_dir():
+        parent = folder.resolve().parent
+        return str(folder), parent if _is_run(parent) else None
+    return name, None
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
+
+
+def _longest_row(model: str, request: Request) -> int:
+    from acc_lm.adapter import open_adapter
+    from acc_lm.config import ModelConfig
+    from acc_lm.model import longest_input
+
+    adapter = open_adapter(Path(model))
+    where, revision = (adapter.base, adapter.revision) if adapter else (model, request.revision)
+    trusted = "model.trust_remote_code=true" in request.overrides
+    limit = longest_input(ModelConfig(name_or_path=where, revision=revision, trust_remote_code=trusted))
+    return min(limit or LONGEST_ROW, LONGEST_ROW)
+
+
+# --- the evaluation ------------------------------------------------------------------------------------------------
+
+
+def _run(request: Request, config: Config, held_out: bool) -> None:
+    from tqdm import tqdm
+
+    from acc_lm import runtime
+    from acc_lm.optimizer import build_optimizer
+    from acc_lm.packing import PackedRows
+    from acc_lm.scoring import build_scored_model, read_documents, score, write_rows
+    from acc_lm.tokenizer import load_tokenizer
+
+    runtime.quiet_libraries()
+    accelerator = runtime.build_accelerator(config)
+    is_main = accelerator.is_main_process
+    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    assert tokenizer is not None
+
+    def bar(what: str, total: int | None, unit: str) -> Any:
+        return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None if is_main else True)
+
+    with bar("tokenise", None, "B") as shown:
+        text = read_documents(
+            config.data, tokenizer, config.seed, held_out=held_out, references_column=request.references_column,
+            progress=shown.update,
+        )  # fmt: skip
+    if request.generate and text.plan is None:
+        raise ConfigError(
+            "--generate must have prompts, got plain text; leave it out, or give conversations or prompts with completions"
+        )
+    packs = isinstance(text.rows, PackedRows) and not text.rows.padded
+    model = build_scored_model(accelerator, config.model, tokenizer, config.data.sequence_length, packs)
+    model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
+    identity = runtime.identify(accelerator, model, optimizer, config)
+    share = math.ceil(len(text.rows) / accelerator.num_processes)
+    with bar("score", share, "row") as shown:
+        scores = score(accelerator, model, text, config.training.micro_batch_size, shown.update)
+    result = scores.result()
+    figures: dict[str, Any] = {
+        "model": str(config.model.name_or_path),
+        "data": list(request.data) or "held out by the run",
+        "text": text.about,
+        "sequence_length": config.data.sequence_length,
+        "strategy": identity.strategy,
+        "num_processes": identity.num_processes,
+        "precision": identity.precision,
+        "documents": len(text.places),
+        "targets": result.num_targets,
+        "bytes": int(scores.num_bytes.sum()),
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte if math.isfinite(result.bits_per_byte) else None,
+        "token_accuracy": result.token_accuracy,
+    }
+    prompts: list[Prompt] = []
+    answers: list[str | None] = []
+    notes: list[str] = []
+    if request.generate:
+        del model, optimizer
+        accelerator.free_memory()
+        prompts, answers = _answers(request, config, accelerator, tokenizer, text, bar)
+        if is_main:
+            figures["generation"], notes = _grade(text, answers)
+    if is_main:
+        if request.predictions is not None:
+            write_rows(request.predictions, _rows(text, scores, prompts, answers, tokenizer))
+            figures["predictions"] = str(request.predictions)
+        _report(figures, notes, request.as_json)
+    runtime.close(accelerator)
+
+
+def _answers(
+    request: Request, config: Config, accelerator: Accelerator, tokenizer: Any, text: ScoredText, bar: Any
+) -> tuple[list[Prompt], list[str | None]]:
+    """Of the model as transformers loads it, whole on every process."""
+    from acc_lm.completions import complete, prompts_of
+    from acc_lm.export import load_exported
+    from acc_lm.model import DTYPES
+
+    prompts = prompts_of(text, tokenizer)
+    model = load_exported(
+        Path(str(config.model.name_or_path)), config.model.trust_remote_code, revision=config.model.revision
+    )
+    model = model.to(DTYPES[config.model.dtype]).to(accelerator.device)
+    with bar("generate", math.ceil(len(prompts) / accelerator.num_processes), "prompt") as shown:
+        answers = complete(
+            accelerator, model, tokenizer, prompts,
+            max_new_tokens=request.max_new_tokens or 100,
+            batch_size=config.training.micro_batch_size,
+            temperature=request.temperature or 0.0,
+            seed=config.seed,
+            progress=shown.update,
+        )  # fmt: skip
+    return prompts, answers
+
+
+def _grade(text: ScoredText, answers: list[str | None]) -> tuple[dict[str, float], list[str]]:
+    """The answers beside their references, by the metrics whose packages are here, and what to say of the others."""
+    found: dict[str, float] = {}
+    notes: list[str] = []
+    missing = answers.count(None)
+    if missing:
+        notes.append(f"{missing} prompts leave no room for an answer in the model's positions; they count as wrong")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, kind in METRICS.items():
+            try:
+                module = importlib.import_module(f"acc_lm.evaluate_modules.{name}")
+            except ModuleNotFoundError as error:
+                notes.append(f"no {name}: the package {error.name} is not installed; pip install 'acc-lm[metrics]'")
+                continue
+            metric = getattr(module, kind)(cache_dir=folder, keep_in_memory=True)
+            found |= metric.compute(
+                predictions=[answer or "" for answer in answers],
+                references=[list(accepted) for accepted in text.references],
+            )
+    return found, notes
+
+
+def _rows(
+    text: ScoredText, scores: Scores, prompts: list[Prompt], answers: list[str | None], tokenizer: Any
+) -> Iterator[dict[str, Any]]:
+    for number, place in enumerate(text.places):
+        row: dict[str, Any] = {"document": number, "place": place, **scores.of(number)}
+        if answers:
+            answer, accepted = answers[number], text.references[number]
+            row |= {
+                "prompt": tokenizer.decode(prompts[number].ids),
+                "completion": answer,
+                "references": list(accepted),
+                "exact_match": answer is not None and answer.strip() in {one.strip() for one in accepted},
+            }
+        yield row
+
+
+def _report(figures: dict[str, Any], notes: list[str], as_json: bool) -> None:
+    for note in notes:
+        print(printable(note), file=sys.stderr)
+    if as_json:
+        print(json.dumps(figures, ensure_ascii=False))
+        return
+    generation = figures.get("generation", {})
+    bits = figures["bits_per_byte"]
+    lines = {
+        "model": figures["model"],
+        "text": figures["text"],
+        "rows": f"of {figures['sequence_length']:,} tokens",
+        "strategy": f"{figures['strategy']}, {figures['num_processes']} process{'es' * (figures['num_processes'] > 1)}, {figures['precision']}",
+        "targets": f"{figures['targets']:,} in {figures['documents']:,} documents, {figures['bytes']:,} bytes",
+        "loss": f"{figures['loss']:.6f} nats per target",
+        "perplexity": f"{figures['perplexity']:.4f}",
+        "bits per byte": "none: the targets stand for no text" if bits is None else f"{bits:.6f}",
+        "token accuracy": f"{figures['token_accuracy']:.6f}",
+        **{name.replace("_", " "): f"{value:.4f}" for name, value in generation.items()},
+    }
+    if "predictions" in figures:
+        lines["predictions"] = figures["predictions"]
+    for name, value in lines.items():
+        print(printable(f"{name:<15} {value}"))
