@@ -61,9 +61,10 @@ class ScoredText:
     def document_of(self, row_numbers: np.ndarray, batch: Batch) -> np.ndarray:
         """The document that each target of a batch belongs to, int64 [B, L]; anything where there is no target."""
         if isinstance(self.rows, PackedRows):
-            begin, end = (self.rows.packing.row_offsets[row_numbers + more] for more in (0, 1))
+            filled = np.maximum(row_numbers, 0)  # row -1 has no target
+            begin, end = (self.rows.packing.row_offsets[filled + more] for more in (0, 1))
             number_BL = batch["document_ids"].numpy() if "document_ids" in batch else np.zeros((1, 1), dtype=np.int64)
-            places_BL = np.minimum(begin[:, None] + number_BL, np.maximum(begin, end - 1)[:, None])
+            places_BL = np.minimum(begin[:, None] + number_BL, end[:, None] - 1)
             units = self.rows.packing.items[places_BL]
         else:
             length = self.rows.sequence_length

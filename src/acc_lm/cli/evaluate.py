@@ -117,12 +117,14 @@ def _check(request: Request) -> None:
 def _check_new_file(file: Path) -> None:
     if file.exists() or file.is_symlink():
         raise ConfigError(f"--predictions must be a new file, got {file}, which is there already; name another")
-    folder = file.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        what = "cannot be written" if folder.is_dir() else "is no folder"
+    trial = file.with_name(f".tmp-{file.name}-{os.getpid()}")
+    try:
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
         raise ConfigError(
-            f"--predictions must be in a folder that can be written, got {file}: {folder} {what}; change it"
-        )
+            f"--predictions must be in a folder that can be written, got {file}: {error.strerror}; change it"
+        ) from None
 
 
 # --- what is evaluated ---------------------------------------------------------------------------------------------
