@@ -38,7 +38,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.data import build_data, build_loader
     from acc_lm.divergence import Watch
     from acc_lm.dry_run import try_everything
-    from acc_lm.evaluation import EvaluationResult, evaluate_rows
+    from acc_lm.evaluation import Evaluation, evaluate_all
     from acc_lm.export import export_model
     from acc_lm.model import build_empty_model, build_model, check_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
@@ -77,7 +77,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     may_be_unused = config.distributed.find_unused_parameters
     check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
-    peers.check_same({"the text": data.key})
+    peers.check_same(data.keys)
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
     order = RowOrder(config.seed, len(data.train), training.global_batch_size, lag)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
@@ -127,11 +127,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
-    def evaluate() -> EvaluationResult:
+    def evaluate() -> Evaluation:
         num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
-        return evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows, stop_request.check)
+        return evaluate_all(accelerator, model, data, micro_batch_size, num_rows, stop_request.check)
 
-    def evaluate_and_log() -> EvaluationResult:
+    def evaluate_and_log() -> Evaluation:
         result = evaluate()
         if is_main:
             history.append(output_dir, progress.step, result.metrics())
@@ -229,10 +229,10 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                 request
                 or is_due(step, config.checkpoint.every, num_steps)
                 or order.completes_epochs(step, config.checkpoint.every_epochs)
-                or (result and saver.is_among_best(result.loss))
+                or (result and saver.is_among_best(result.held_out.loss))
             ):
                 watch.look(step)  # what has diverged is not saved
-                eval_loss = result.loss if result else None
+                eval_loss = result.held_out.loss if result else None
                 saver.save(model, optimizer, progress, eval_loss, watch.recent_losses, at_once=bool(request))
                 stop_request.done()
             for line in [*watch.news(), *saver.news()]:
@@ -272,11 +272,13 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         say(f"already complete: step {progress.step} of {num_steps}")
     if result is None:
         result = evaluate()
-    final = export_model(accelerator, model, optimizer, data.tokenizer, config, data.facts, result, progress.step)
+    final = export_model(
+        accelerator, model, optimizer, data.tokenizer, config, data.facts, result.held_out, progress.step
+    )
     if is_main:
-        covers_all = result.num_targets == data.facts.eval_tokens - 1
+        covers_all = result.held_out.num_targets == data.facts.eval_tokens - 1
         compressed = data.facts.compressed_bits_per_byte if covers_all else {}
-        bits_per_byte = {"model": result.bits_per_byte, **compressed}
+        bits_per_byte = {"model": result.held_out.bits_per_byte, **compressed}
         write_summary(output_dir, status="completed", exit_code=0, **facts, bits_per_byte=bits_per_byte, final=final)
         print(closing_block(config, data, bits_per_byte, final))
     tracking.finish()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -56,6 +57,9 @@ def _folder_name(value: str) -> str:
     return value
 
 
+NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+EVALUATION_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
+"""What is measured on held-out text and on each evaluation set."""
 NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
 
 
@@ -176,6 +180,8 @@ class DataConfig(Section):
     """Share of the text (by bytes, whole documents) that is held out, when nothing else names the held-out text."""
     eval_files: Strings = ()
     """Files or globs to evaluate on; then all of `files` is trained on."""
+    evaluation_sets: dict[str, Strings] = {}
+    """More text to evaluate on, each for itself, e.g. {wiki: wiki.txt, code: [src/*.py]}; its metrics are eval/<name>/loss and so on."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Targets per row, in tokens; a row holds one id more."""
     synthetic_tokens: Annotated[int, Field(ge=1000)] = 2_000_000
@@ -184,6 +190,19 @@ class DataConfig(Section):
     """Processes that read rows ahead, per training process; never changes the result."""
     cache_dir: Place | None = None
     """Where token rows are kept; null: $ACC_LM_CACHE, else ~/.cache/acc-lm."""
+
+    @model_validator(mode="after")
+    def _sets_have_names_and_files(self) -> DataConfig:
+        for name, files in self.evaluation_sets.items():
+            if not NAME_OF_SET.fullmatch(name) or name in EVALUATION_METRICS:
+                raise ValueError(
+                    f"evaluation_sets must have names of letters, digits, _ and -, and none that is a metric, got {name!r}; rename it"
+                )
+            if not files:
+                raise ValueError(
+                    f"evaluation_sets.{name} must name at least one file, got none; add some, or leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _source_is_named(self) -> DataConfig:
@@ -227,7 +246,7 @@ class TrainingConfig(Section):
     eval_every: PositiveInt | None = 100
     """Period of the evaluation, in steps; the last step is always evaluated."""
     eval_batches: PositiveInt | None = None
-    """Evaluate on this many batches of `global_batch_size` rows; null: on all held-out rows."""
+    """Evaluate on this many batches of `global_batch_size` rows, of each set too; null: on all held-out rows."""
     max_nonfinite_steps: PositiveInt = 3
     """The run ends at this many steps in a row whose gradient is not finite; such a step changes no weight."""
     on_spike: Literal["ignore", "warn", "rewind", "stop"] = "warn"
@@ -455,6 +474,7 @@ NOT_LEARNED = (
     "tracking",
     "export",
     "distributed",
+    "data.evaluation_sets",
     "data.num_workers",
     "data.cache_dir",
     "training.micro_batch_size",

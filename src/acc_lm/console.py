@@ -12,7 +12,7 @@ from tqdm import tqdm
 from acc_lm import history, summary
 from acc_lm.config import Config
 from acc_lm.data import Data
-from acc_lm.evaluation import EvaluationResult
+from acc_lm.evaluation import Evaluation
 from acc_lm.export import sample_text
 from acc_lm.model import ModelFacts
 from acc_lm.packing import PackedRows
@@ -65,6 +65,10 @@ def start_block(
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
+    for name, about in data.set_facts.items():
+        told = f"; {about.conversations}" if about.conversations else ""
+        size = f"{about.num_bytes / 1e6:.2f} MB, {about.documents:,} documents, {about.tokens:,} tokens"
+        lines.append(("evaluated", f"{name}: {size}{told}"))
     if facts.conversations:
         lines.append(("learned", facts.conversations))
     if data.packs and not isinstance(data.train, PackedRows):
@@ -122,11 +126,13 @@ class Bar:
         else:
             self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s", refresh=False)
 
-    def show_evaluation(self, step: int, result: EvaluationResult) -> None:
-        self.line(
-            f"step {step}/{self._num_steps}  eval loss {result.loss:.4f}  perplexity {result.perplexity:.2f}  "
-            f"accuracy {result.token_accuracy:.4f}  bits per byte {result.bits_per_byte:.4f}"
-        )
+    def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """A line for the held-out text and for each evaluation set."""
+        for name, result in [("eval", evaluation.held_out), *evaluation.sets.items()]:
+            self.line(
+                f"step {step}/{self._num_steps}  {name} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}  "
+                f"accuracy {result.token_accuracy:.4f}  bits per byte {result.bits_per_byte:.4f}"
+            )
 
     def line(self, text: str) -> None:
         """A line that does not break the bar."""

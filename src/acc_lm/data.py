@@ -17,7 +17,8 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,17 @@ from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, writ
 from acc_lm.errors import DataError
 from acc_lm.order import MicroBatches
 from acc_lm.packing import PackedRows
-from acc_lm.sources import Corpus, Document, Skipped, hash_text, open_corpus
+from acc_lm.sources import (
+    Corpus,
+    Document,
+    Skipped,
+    content_key,
+    find_files,
+    hash_text,
+    open_corpus,
+    read_files,
+    text_in,
+)
 from acc_lm.tokenizer import make_tokenizer, pieces_of, text_encoder, token_bytes
 
 if TYPE_CHECKING:
@@ -150,6 +161,19 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
+class SetFacts:
+    """What is known about an evaluation set; kept beside its rows."""
+
+    documents: int
+    num_bytes: int
+    tokens: int
+    conversations: str = ""
+    """What became of its conversations, for people."""
+    key: str = ""
+    """Hash of text and tokenizer."""
+
+
+@dataclass(frozen=True)
 class Data:
     train: Rows | PackedRows
     evaluation: Rows | PackedRows
@@ -157,6 +181,14 @@ class Data:
     facts: DataFacts
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
+    evaluation_sets: dict[str, Rows | PackedRows] = field(default_factory=dict)
+    """More text to evaluate on, by name; never a part of `key`, so that a run may go on with others."""
+    set_facts: dict[str, SetFacts] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What must be the same on every process, in words."""
+        return {"the text": self.key} | {f"the text of {name}": facts.key for name, facts in self.set_facts.items()}
 
     @property
     def packs(self) -> bool:
@@ -203,6 +235,22 @@ def build_data(
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
     parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
+
+    def build(work: Path) -> None:
+        how = _build if plan is None else partial(_build_conversations, plan)
+        how(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
+
+    data = _load(_make_once(config, key, build, is_main_process), key, config, tokenizer, global_batch_size, plan)
+    sets = {name: _open_set(name, config, plan, data, is_main_process) for name in config.evaluation_sets}
+    return replace(
+        data,
+        evaluation_sets={name: rows for name, (rows, _) in sets.items()},
+        set_facts={name: facts for name, (_, facts) in sets.items()},
+    )
+
+
+def _make_once(config: DataConfig, key: str, build: Callable[[Path], None], is_main_process: bool) -> Path:
+    """The folder of that name in the cache; made by one process, under a file lock, when it is not there whole."""
     cache = cache_folder(config.cache_dir)
     folder = cache / key
     if not _is_complete(folder):
@@ -223,13 +271,12 @@ def build_data(
                 work = cache / f".{key}.{os.getpid()}"
                 work.mkdir()
                 try:
-                    build = _build if plan is None else partial(_build_conversations, plan)
-                    build(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
+                    build(work)
                     shutil.rmtree(folder, ignore_errors=True)
                     work.rename(folder)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
-    return _load(folder, key, config, tokenizer, global_batch_size, plan)
+    return folder
 
 
 def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -269,14 +316,64 @@ def _load(
         return Data(rows, open_rows(folder, "eval", dtype, config), tokenizer, facts, key)
     end = None if config.attend_across_documents else tokenizer.eos_token_id
     train = Rows(np.memmap(folder / "train.bin", dtype=dtype, mode="r"), config.sequence_length, end=end)
-    evaluation = Rows(
+    evaluation = _open_text(folder, dtype, config.sequence_length, end)
+    _check_amount(len(train.tokens), config.sequence_length, global_batch_size, exact=True)
+    return Data(train, evaluation, tokenizer, facts, key)
+
+
+def _open_set(
+    name: str, config: DataConfig, plan: ChatPlan | None, data: Data, is_main_process: bool
+) -> tuple[Rows | PackedRows, SetFacts]:
+    """The rows of one of `data.evaluation_sets`, from the cache or made now, with the tokenizer and the format of the run.
+
+    Raises:
+        DataError: a file is missing, empty or not of this format.
+    """
+    tokenizer, dtype = data.tokenizer, _id_dtype(data.facts.vocab_size)
+    files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}")
+    read = plan.read if plan else text_in(config.text_column)
+    parts = (FORMAT, "set", content_key(files, config.text_column), _tokenizer_key(tokenizer), config.skip_bad_rows)
+    key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
+
+    def build(work: Path) -> None:
+        sizes: list[int] = []
+
+        def documents() -> Iterator[Document]:
+            for document in read_files(files, read, Skipped(config.skip_bad_rows), only_records=plan is not None):
+                sizes.append(len(document.text.encode()))
+                yield document
+
+        about = ""
+        if plan is None:
+            tokens = _write_text(documents(), tokenizer, dtype, work, "eval", with_bytes=True)
+        else:
+            counts = write_items(
+                documents(), plan, tokenizer, work, "eval", dtype, with_bytes=True, progress=lambda _: None
+            )
+            check(counts, config.max_lossy_share)
+            tokens, about = counts.ids, describe(counts)
+        _write_facts(work, SetFacts(len(sizes), sum(sizes), tokens, about, key))
+
+    folder = _make_once(config, key, build, is_main_process)
+    values = json.loads((folder / "facts.json").read_text())
+    values.pop("files")
+    facts = SetFacts(**values)
+    if facts.tokens < 2:
+        raise DataError(f"data.evaluation_sets.{name} must have at least one target, got none; add text")
+    if plan is not None:
+        return open_rows(folder, "eval", dtype, config), facts
+    end = None if config.attend_across_documents else tokenizer.eos_token_id
+    return _open_text(folder, dtype, config.sequence_length, end), facts
+
+
+def _open_text(folder: Path, dtype: type[np.unsignedinteger], sequence_length: int, end: int | None) -> Rows:
+    """Rows of text to evaluate on, which know their bytes."""
+    return Rows(
         np.memmap(folder / "eval.bin", dtype=dtype, mode="r"),
-        config.sequence_length,
+        sequence_length,
         np.asarray(np.memmap(folder / "eval_bytes.bin", dtype=np.uint32, mode="r")),
         end,
     )
-    _check_amount(len(train.tokens), config.sequence_length, global_batch_size, exact=True)
-    return Data(train, evaluation, tokenizer, facts, key)
 
 
 def _check_amount(num_tokens: int, sequence_length: int, global_batch_size: int, *, exact: bool) -> None:
@@ -322,22 +419,12 @@ def _build(
         tokenizer.save_pretrained(work / "tokenizer")
     vocab_size = len(tokenizer)
     dtype = _id_dtype(vocab_size)
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int)
-    encoder = text_encoder(tokenizer)
     total = sizes["train_bytes"] + sizes["eval_bytes"]
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
-        with (work / "train.bin").open("wb") as ids_file:
-            train_tokens = 0
-            for ids, _, num_bytes in _encode(train(), encoder, end, with_bytes=False):
-                ids_file.write(ids.astype(dtype).tobytes())
-                train_tokens += len(ids)
-                bar.update(num_bytes)
-            _flush(ids_file)
+        train_tokens = _write_text(train(), tokenizer, dtype, work, "train", with_bytes=False, progress=bar.update)
         eval_files: list[str] = []
         eval_text: list[bytes] = []
         keep_text = sizes["eval_bytes"] <= COMPRESS_LIMIT
-        eval_tokens = 0
 
         def noted() -> Iterator[Document]:
             for document in evaluation():
@@ -347,14 +434,7 @@ def _build(
                     eval_text.append(document.text.encode())
                 yield document
 
-        with (work / "eval.bin").open("wb") as ids_file, (work / "eval_bytes.bin").open("wb") as bytes_file:
-            for ids, byte_counts, num_bytes in _encode(noted(), encoder, end, with_bytes=True):
-                ids_file.write(ids.astype(dtype).tobytes())
-                bytes_file.write(byte_counts.tobytes())
-                eval_tokens += len(ids)
-                bar.update(num_bytes)
-            _flush(ids_file)
-            _flush(bytes_file)
+        eval_tokens = _write_text(noted(), tokenizer, dtype, work, "eval", with_bytes=True, progress=bar.update)
     if eval_tokens < 2:
         raise DataError(
             "data: the held-out text must have at least one target, got none; raise data.eval_fraction or add text"
@@ -370,9 +450,40 @@ def _build(
         source=corpus.facts,
         **sizes,
     )
-    names = ["train.bin", "eval.bin", "eval_bytes.bin"]
-    names += [str(path.relative_to(work)) for path in (work / "tokenizer").glob("*")]
-    files = {name: (work / name).stat().st_size for name in names}
+    _write_facts(work, facts)
+
+
+def _write_text(
+    documents: Iterator[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: type[np.unsignedinteger],
+    work: Path,
+    split: str,
+    *,
+    with_bytes: bool,
+    progress: Callable[[int], object] = lambda _: None,
+) -> int:
+    """Tokenise the text of one split into `work`, each document followed by the end token; returns the number of ids."""
+    end, num_tokens = tokenizer.eos_token_id, 0
+    assert isinstance(end, int)
+    with ExitStack() as stack:
+        ids_file = stack.enter_context((work / f"{split}.bin").open("wb"))
+        bytes_file = stack.enter_context((work / f"{split}_bytes.bin").open("wb")) if with_bytes else None
+        for ids, byte_counts, num_bytes in _encode(documents, text_encoder(tokenizer), end, with_bytes=with_bytes):
+            ids_file.write(ids.astype(dtype).tobytes())
+            if bytes_file:
+                bytes_file.write(byte_counts.tobytes())
+            num_tokens += len(ids)
+            progress(num_bytes)
+        for file in (ids_file, bytes_file):
+            if file:
+                _flush(file)
+    return num_tokens
+
+
+def _write_facts(work: Path, facts: DataFacts | SetFacts) -> None:
+    """Last, with the size of everything that belongs to it."""
+    files = {str(path.relative_to(work)): path.stat().st_size for path in work.rglob("*") if path.is_file()}
     with (work / "facts.json").open("w") as file:
         json.dump({**asdict(facts), "files": files}, file)
         _flush(file)
@@ -411,10 +522,7 @@ def _build_conversations(
         conversations=f"{plan.format}, trained on {plan.train_on}: {describe(counts['train'])}",
         **sizes,
     )
-    files = {str(path.relative_to(work)): path.stat().st_size for path in work.rglob("*") if path.is_file()}
-    with (work / "facts.json").open("w") as file:
-        json.dump({**asdict(facts), "files": files}, file)
-        _flush(file)
+    _write_facts(work, facts)
 
 
 def _flush(file: Any) -> None:

@@ -16,7 +16,7 @@ from acc_lm.config import Config
 from acc_lm.data import build_loader
 from acc_lm.divergence import Watch
 from acc_lm.errors import CheckpointError
-from acc_lm.evaluation import evaluate_rows
+from acc_lm.evaluation import evaluate_all
 from acc_lm.optimizer import set_learning_rate
 from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.progress import Progress
@@ -91,7 +91,9 @@ def try_everything(
 
     def evaluate() -> str:
         num_rows = config.training.global_batch_size
-        return f"loss {evaluate_rows(accelerator, model, data.evaluation, micro_batch_size, num_rows).loss:.4f} on {num_rows} rows"
+        result = evaluate_all(accelerator, model, data, micro_batch_size, num_rows)
+        sets = "".join(f", {name} {of_set.loss:.4f}" for name, of_set in result.sets.items())
+        return f"loss {result.held_out.loss:.4f}{sets} on {num_rows} rows"
 
     def save() -> str:
         saved["digest"] = weights_digest(accelerator, model, optimizer)

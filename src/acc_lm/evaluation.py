@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from acc_lm.data import Rows, build_loader
+from acc_lm.data import Data, Rows, build_loader
 from acc_lm.order import evaluation_batches
 from acc_lm.packing import PackedRows
 from acc_lm.runtime import release_gathered
@@ -40,13 +40,44 @@ class EvaluationResult:
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, name: str = "") -> dict[str, float]:
+        """Under the names of metrics.jsonl; `name` is that of an evaluation set."""
+        prefix = f"eval/{name}/" if name else "eval/"
         return {
-            "eval/loss": self.loss,
-            "eval/perplexity": self.perplexity,
-            "eval/token_accuracy": self.token_accuracy,
-            "eval/bits_per_byte": self.bits_per_byte,
+            f"{prefix}loss": self.loss,
+            f"{prefix}perplexity": self.perplexity,
+            f"{prefix}token_accuracy": self.token_accuracy,
+            f"{prefix}bits_per_byte": self.bits_per_byte,
         }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out text and every evaluation set, on the same weights."""
+
+    held_out: EvaluationResult
+    sets: dict[str, EvaluationResult]
+
+    def metrics(self) -> dict[str, float]:
+        by_set = {key: value for name, result in self.sets.items() for key, value in result.metrics(name).items()}
+        return self.held_out.metrics() | by_set
+
+
+def evaluate_all(
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: Data,
+    batch_size: int,
+    num_rows: int | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """`evaluate_rows` of the held-out text, then of each evaluation set; `num_rows` is the most of each."""
+    held_out = evaluate_rows(accelerator, model, data.evaluation, batch_size, num_rows, between)
+    sets = {
+        name: evaluate_rows(accelerator, model, rows, batch_size, num_rows, between)
+        for name, rows in data.evaluation_sets.items()
+    }
+    return Evaluation(held_out, sets)
 
 
 def evaluate_rows(

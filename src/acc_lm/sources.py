@@ -86,12 +86,12 @@ def open_corpus(config: DataConfig, seed: int, read: Reader | None = None) -> Co
         return _hub_corpus(config, read)
     if config.source == "python_stdlib":
         files = python_stdlib_files()
-        return Corpus(_content_key(files, "utf-8"), lambda skipped: _whole_files(files), None, _total_size(files))
+        return Corpus(content_key(files, "utf-8"), lambda skipped: _whole_files(files), None, _total_size(files))
     train_files = find_files(config.files, "data.files")
     eval_files = find_files(config.eval_files, "data.eval_files") if config.eval_files else []
     only_records, reader = read is not None, read or text_in(config.text_column)
     return Corpus(
-        key=_content_key(train_files, config.text_column) + _content_key(eval_files, config.text_column),
+        key=content_key(train_files, config.text_column) + content_key(eval_files, config.text_column),
         train=lambda skipped: read_files(train_files, reader, skipped, only_records),
         evaluation=(lambda skipped: read_files(eval_files, reader, skipped, only_records)) if eval_files else None,
         num_bytes=_total_size(train_files + eval_files),
@@ -182,9 +182,7 @@ def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: 
                     count += 1
                     yield Document(text, None, place)
         elif only_records:
-            raise DataError(
-                f"{file} must hold records for this data.format, got a text file; remove it from data.files"
-            )
+            raise DataError(f"{file} must hold records for this data.format, got a text file; name others")
         else:
             text = _decode(file.read_bytes(), str(file))
             if text.strip():
@@ -338,7 +336,7 @@ def kind_of(value: Any) -> str:
     return names.get(type(value).__name__, "a number")
 
 
-def _content_key(files: list[Path], extra: str) -> str:
+def content_key(files: list[Path], extra: str) -> str:
     """Hash of names and contents; the folder does not count, so that a corpus can be moved."""
     digest = xxhash.xxh3_128(extra.encode())
     for file in files:

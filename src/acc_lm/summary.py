@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm import history
+from acc_lm.config import EVALUATION_METRICS
 from acc_lm.errors import ConfigError, is_main_process
 from acc_lm.redaction import redact
 
@@ -36,8 +37,9 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
     previous = _previous(output_dir)
     entries = history.read(output_dir)
     _, train = history.series(entries, "train/loss")
-    eval_steps, evaluation = history.series(entries, "eval/loss")
-    best = min(range(len(evaluation)), key=evaluation.__getitem__) if evaluation else None
+    sets = dict.fromkeys(
+        name.split("/")[1] for entry in entries for name in entry if name.startswith("eval/") and name.count("/") == 2
+    )
     write_json(
         output_dir / FILE,
         {
@@ -49,17 +51,23 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "host": platform.node(),
             "rank": int(os.environ.get("RANK", "0")),
             "train_loss": {"first": train[0], "last": train[-1], "best": min(train)} if train else None,
-            "eval_loss": {
-                "first": evaluation[0],
-                "last": evaluation[-1],
-                "best": evaluation[best],
-                "best_step": eval_steps[best],
-            }
-            if best is not None
-            else None,
+            "eval_loss": _course(entries, "eval/loss"),
+            "evaluation_sets": {
+                name: {metric: _course(entries, f"eval/{name}/{metric}") for metric in EVALUATION_METRICS}
+                for name in sets
+            },
             **facts,
         },
     )
+
+
+def _course(entries: list[dict[str, Any]], metric: str) -> dict[str, float] | None:
+    """The first, the last and the best value of a metric; None when it was never measured."""
+    steps, values = history.series(entries, metric)
+    if not values:
+        return None
+    best = (max if metric.endswith("accuracy") else min)(range(len(values)), key=values.__getitem__)
+    return {"first": values[0], "last": values[-1], "best": values[best], "best_step": steps[best]}
 
 
 def write_failure(
@@ -78,7 +86,18 @@ def write_failure(
     """
     if output_dir is None or not (is_main_process() if speaks is None else speaks):
         return
-    own = ("status", "exit_code", "reason", "attempt", "time", "host", "rank", "train_loss", "eval_loss")
+    own = (
+        "status",
+        "exit_code",
+        "reason",
+        "attempt",
+        "time",
+        "host",
+        "rank",
+        "train_loss",
+        "eval_loss",
+        "evaluation_sets",
+    )
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
         file = Path(output_dir) / FILE
         is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
