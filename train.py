@@ -42,7 +42,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.export import export_model
     from acc_lm.model import build_empty_model, build_model, check_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
-    from acc_lm.order import MicroBatches, RowOrder
+    from acc_lm.order import MicroBatches
     from acc_lm.progress import Progress, is_due
     from acc_lm.recipe import dump_config
     from acc_lm.saving import Saver, check_disk_space
@@ -79,7 +79,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
     peers.check_same(data.keys)
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
-    order = RowOrder(config.seed, len(data.train), training.global_batch_size, lag)
+    order = data.order(config.seed, training.global_batch_size, lag)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
     learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps, order.global_batch_size, lag)
 
@@ -210,6 +210,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     "train/memory_gb": runtime.peak_memory_gb(accelerator.device),
                     "train/skipped_steps": float(watch.num_skipped),
                 }
+                for name, source in data.by_source(order, progress.samples_seen).items():
+                    metrics[f"train/tokens/{name}"] = float(source["tokens"])
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 logged, logged_tokens = now, progress.tokens
                 if is_main:
@@ -254,6 +256,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         "tokens": progress.tokens,
         "tokens_per_second": (progress.tokens - first_tokens) / (time.monotonic() - started),
         "ledger": progress.ledger,
+        "sources": data.by_source(order, progress.samples_seen),
         "last_checkpoint": saver.newest,
         "seconds_held_by_saving": saver.seconds_held,
         "best_checkpoint": retention.best_checkpoint(output_dir),

@@ -58,6 +58,8 @@ def _folder_name(value: str) -> str:
 
 
 NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+LEAST_SHARE = 1e-4
+"""Of the rows of a mixture: shares are exact in blocks of rows, and a block is not to be larger than this asks for."""
 EVALUATION_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 """What is measured on held-out text and on each evaluation set."""
 NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
@@ -145,11 +147,71 @@ class TokenizerConfig(Section):
     """Number of ids of a BPE trained here, the 256 bytes and the end token included."""
 
 
+Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt"]
+
+
+class SourceConfig(Section):
+    """One source of a mixture; keys that are not here are those of `data`, for all of them."""
+
+    name: str | None = None
+    """In metrics and evaluation; null: the name of its dataset, file or folder."""
+    files: Strings = ()
+    """Files or globs; give this or `dataset`."""
+    dataset: Place | None = None
+    """Dataset on the Hub or a local folder of data files; give this or `files`."""
+    dataset_config: str | None = None
+    """Configuration (subset) of the dataset."""
+    dataset_split: str = "train"
+    """Split to train on."""
+    eval_files: Strings = ()
+    """Files or globs to evaluate on; none: `data.eval_fraction` of the files is held out."""
+    eval_split: str | None = None
+    """Split to evaluate on; null: `data.eval_fraction` of the training split is held out."""
+    text_column: str | None = None
+    """Column that holds the text; null: `data.text_column`."""
+    format: Format | None = None
+    """What a record is; null: `data.format`, else what its columns say."""
+    weight: PositiveFloat | None = None
+    """Its rows are this share of all rows, once all weights are divided by their sum; give this or `tokens`."""
+    tokens: PositiveInt | None = None
+    """Targets taken from it in each pass over the mixture, to about a row; give this or `weight`."""
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        if self.name is not None:
+            return self.name
+        path = self.dataset or self.files[0]
+        while any(mark in path for mark in "*?["):
+            path = os.path.dirname(path)
+        stem = os.path.basename(path if self.dataset else os.path.splitext(path)[0])
+        return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:64]
+
+    @model_validator(mode="after")
+    def _is_one_source(self) -> SourceConfig:
+        for key, other, given in (
+            ("files", "dataset", (bool(self.files), bool(self.dataset))),
+            ("weight", "tokens", (self.weight is not None, self.tokens is not None)),
+        ):
+            if sum(given) != 1:
+                raise ValueError(
+                    f"must have exactly one of {key} and {other}, got {'both' if all(given) else 'neither'}"
+                )
+        of_files, of_datasets = ("eval_files",), ("dataset_config", "eval_split")
+        for key in of_datasets if self.files else of_files:
+            if getattr(self, key):
+                kind = "dataset" if self.files else "files"
+                raise ValueError(f"{key} must be left out without {kind}, got {getattr(self, key)!r}; remove it")
+        return self
+
+
 class DataConfig(Section):
     """Which text, how it is split and cut into rows."""
 
-    source: Literal["python_stdlib", "synthetic", "files", "hub"] = "python_stdlib"
-    """python_stdlib: the standard library of this Python; synthetic: a Markov chain of known entropy; files; hub: `datasets.load_dataset`."""
+    source: Literal["python_stdlib", "synthetic", "files", "hub", "mixture"] = "python_stdlib"
+    """python_stdlib: the standard library of this Python; synthetic: a Markov chain of known entropy; files; hub: `datasets.load_dataset`; mixture."""
+    mixture: Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_tuple)] = ()
+    """Several sources, for source `mixture` (which it implies), e.g. [{files: wiki.jsonl, weight: 0.7}, {dataset: org/code, weight: 0.3}]."""
     files: Strings = ()
     """Files or globs (txt, jsonl, json, csv, parquet, arrow, mixed), for source `files`."""
     dataset: Place | None = None
@@ -160,7 +222,7 @@ class DataConfig(Section):
     """Split to train on."""
     eval_split: str | None = None
     """Split to evaluate on; null: `eval_fraction` of the training split is held out."""
-    format: Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt"] | None = None
+    format: Format | None = None
     """What a record is; null: what its columns say (text, prompt + completion, messages, instruction + output, conversations)."""
     train_on: Literal["assistant", "last_assistant", "all", "completion"] | None = None
     """Which tokens of a conversation are targets; null: the assistant's, or the completion's."""
@@ -184,6 +246,8 @@ class DataConfig(Section):
     """More text to evaluate on, each for itself, e.g. {wiki: wiki.txt, code: [src/*.py]}; its metrics are eval/<name>/loss and so on."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Targets per row, in tokens; a row holds one id more."""
+    shuffle: bool = True
+    """Rows come in another order in every epoch; false: as the text has them, epoch after epoch."""
     synthetic_tokens: Annotated[int, Field(ge=1000)] = 2_000_000
     """Length of the synthetic training text, in symbols."""
     num_workers: Count = 0
@@ -204,6 +268,42 @@ class DataConfig(Section):
                 )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mixture_is_a_source(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("mixture") and "source" not in values:
+            return {**values, "source": "mixture"}
+        return values
+
+    @model_validator(mode="after")
+    def _mixture_fits_together(self) -> DataConfig:
+        if self.source == "mixture" and not self.mixture:
+            raise ValueError("mixture must name at least one source for source mixture, got none; add some")
+        if self.source != "mixture" and self.mixture:
+            raise ValueError(
+                f"mixture must be empty for source {self.source}, got {len(self.mixture)}; set data.source to mixture"
+            )
+        by_weight = [source.weight for source in self.mixture if source.weight is not None]
+        if by_weight and len(by_weight) < len(self.mixture):
+            raise ValueError("mixture must have weight in all sources or tokens in all, got some of each; choose one")
+        if by_weight and min(by_weight) < LEAST_SHARE * sum(by_weight):
+            raise ValueError(
+                f"mixture must have no weight below {LEAST_SHARE:g} of their sum, got {min(by_weight):g} of {sum(by_weight):g}; "
+                "raise it, or leave that source out"
+            )
+        names = [source.title for source in self.mixture]
+        for name in names:
+            if not NAME_OF_SET.fullmatch(name) or name in EVALUATION_METRICS:
+                raise ValueError(
+                    f"mixture must have names of letters, digits, _ and -, and none that is a metric, got {name!r}; give that source a name"
+                )
+            if names.count(name) > 1 or name in self.evaluation_sets:
+                other = "another source" if names.count(name) > 1 else "one of data.evaluation_sets"
+                raise ValueError(
+                    f"mixture must have names of their own, got {name!r}, as {other}; give it another name"
+                )
+        return self
+
     @model_validator(mode="after")
     def _source_is_named(self) -> DataConfig:
         if self.source == "files" and not self.files:
@@ -212,9 +312,8 @@ class DataConfig(Section):
             raise ValueError("dataset must name a dataset for source hub, got none; add data.dataset")
         if self.source != "files" and (self.files or self.eval_files):
             key = "files" if self.files else "eval_files"
-            raise ValueError(
-                f"{key} must be empty for source {self.source}, got {list(getattr(self, key))}; set data.source to files"
-            )
+            way = "give each source of the mixture its own" if self.mixture else "set data.source to files"
+            raise ValueError(f"{key} must be empty for source {self.source}, got {list(getattr(self, key))}; {way}")
         if self.source != "hub" and self.dataset:
             raise ValueError(
                 f"dataset must be null for source {self.source}, got {self.dataset!r}; set data.source to hub"
@@ -490,9 +589,11 @@ NOT_LEARNED = (
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; empty mappings stay values."""
+    """{'a': {'b': 1}} -> {'a.b': 1}, {'a': [{'b': 1}]} -> {'a.0.b': 1}; empty mappings stay values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{key}.")
         else:

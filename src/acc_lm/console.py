@@ -32,6 +32,7 @@ def start_block(
     training = config.training
     micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
+    order = data.order(config.seed, training.global_batch_size)
     rows = len(data.train)
     facts = data.facts
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
@@ -60,11 +61,16 @@ def start_block(
         ),
         (
             "rows",
-            f"{rows:,} of {config.data.sequence_length} tokens; 1 epoch = {math.ceil(rows / training.global_batch_size):,} steps",
+            f"{rows:,} of {config.data.sequence_length} tokens; 1 epoch = {order.count_steps(1):,} steps",
         ),
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
+    by_source = data.by_source(order, num_steps * training.global_batch_size)
+    num_targets = sum(source["tokens"] for source in by_source.values())
+    for (name, source), num_rows in zip(by_source.items(), data.mixture.sizes if data.mixture else (), strict=True):
+        share = f"{source['tokens'] / num_targets:.1%} of the tokens, {source['passes']:.2f} passes"
+        lines.append(("source", f"{name}: {share} over its {num_rows:,} rows"))
     for name, about in data.set_facts.items():
         told = f"; {about.conversations}" if about.conversations else ""
         size = f"{about.num_bytes / 1e6:.2f} MB, {about.documents:,} documents, {about.tokens:,} tokens"

@@ -17,8 +17,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +32,11 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from acc_lm.chat import check, describe
-from acc_lm.config import DataConfig, TokenizerConfig
+from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
 from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, write_items
-from acc_lm.errors import DataError
-from acc_lm.order import MicroBatches
+from acc_lm.errors import DataError, UserError
+from acc_lm.mixture import MixedOrder, MixedRows, shares
+from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.packing import PackedRows
 from acc_lm.sources import (
     Corpus,
@@ -174,16 +177,57 @@ class SetFacts:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The sources of a mixture, in the order in which its rows are numbered."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Rows of each."""
+    counts: tuple[int, ...]
+    """Rows of each in every block."""
+    rows_per_pass: int
+    """Of all of them together, in one pass over the mixture."""
+
+
+@dataclass(frozen=True)
 class Data:
-    train: Rows | PackedRows
-    evaluation: Rows | PackedRows
+    train: Rows | PackedRows | MixedRows
+    evaluation: Rows | PackedRows | MixedRows
     tokenizer: PreTrainedTokenizerBase
     facts: DataFacts
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
-    evaluation_sets: dict[str, Rows | PackedRows] = field(default_factory=dict)
+    evaluation_sets: dict[str, Rows | PackedRows | MixedRows] = field(default_factory=dict)
     """More text to evaluate on, by name; never a part of `key`, so that a run may go on with others."""
     set_facts: dict[str, SetFacts] = field(default_factory=dict)
+
+    mixture: Mixture | None = None
+    """Each of its sources has an evaluation set of its own name, which together are `evaluation`."""
+    shuffle: bool = True
+
+    def order(self, seed: int, global_batch_size: int, lag: int = 0) -> RowOrder:
+        """The endless sequence of the training rows."""
+        if self.mixture is None:
+            return RowOrder(seed, len(self.train), global_batch_size, lag, self.shuffle)
+        sizes, counts, num_rows = self.mixture.sizes, self.mixture.counts, self.mixture.rows_per_pass
+        return MixedOrder(seed, num_rows, global_batch_size, lag, self.shuffle, sizes, counts)
+
+    def by_source(self, order: RowOrder, samples_seen: int) -> dict[str, dict[str, float]]:
+        """What the first `samples_seen` rows had of each source: its targets, and how often it was passed through."""
+        if self.mixture is None:
+            return {}
+        assert isinstance(order, MixedOrder)
+        assert isinstance(self.train, MixedRows)
+        tokens, rows = order.count_targets(self.train, samples_seen), order.count_rows(samples_seen)
+        return {
+            name: {"tokens": tokens[i], "passes": rows[i] / self.mixture.sizes[i]}
+            for i, name in enumerate(self.mixture.names)
+        }
+
+    @property
+    def _parts(self) -> list[Rows | PackedRows]:
+        parts = self.train.parts if isinstance(self.train, MixedRows) else [self.train]
+        return [part for part in parts if isinstance(part, Rows | PackedRows)]
 
     @property
     def keys(self) -> dict[str, str]:
@@ -193,18 +237,20 @@ class Data:
     @property
     def packs(self) -> bool:
         """Whether rows hold several documents that must not see each other."""
-        return self.train.end is not None if isinstance(self.train, Rows) else not self.train.padded
+        first = self._parts[0]
+        return first.end is not None if isinstance(first, Rows) else not first.padded
 
     @property
     def padded_lengths(self) -> np.ndarray | None:
         """Places taken in each training row, where a batch is only as wide as its longest; None: all are full."""
-        return self.train.lengths if isinstance(self.train, PackedRows) and self.train.padded else None
+        padded = [part.lengths for part in self._parts if isinstance(part, PackedRows) and part.padded]
+        return np.concatenate(padded) if padded else None
 
     def sample_prompt(self) -> str:
         """The start of the held-out text, up to the first place where something is to be said."""
         row = self.evaluation[0]
         length = 16
-        if isinstance(self.evaluation, PackedRows):
+        if isinstance(self._parts[0], PackedRows):
             length = int((row["targets"][0] != IGNORE_INDEX).nonzero()[0, 0]) + 1
         return str(self.tokenizer.decode(row["input_ids"][0, :length]))
 
@@ -230,6 +276,8 @@ def build_data(
     Raises:
         DataError: text that cannot be read, or too little of it.
     """
+    if config.mixture:
+        return _build_mixture(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process)
     plan = plan_of(config)
     corpus = open_corpus(config, seed, plan.read if plan else None)
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
@@ -246,6 +294,7 @@ def build_data(
         data,
         evaluation_sets={name: rows for name, (rows, _) in sets.items()},
         set_facts={name: facts for name, (_, facts) in sets.items()},
+        shuffle=config.shuffle,
     )
 
 
@@ -655,6 +704,138 @@ def _in_batches(documents: Iterator[Document]) -> Iterator[list[str]]:
             texts, characters = [], 0
     if texts:
         yield texts
+
+
+# --- mixtures ------------------------------------------------------------------------------------------------------
+
+
+def _build_mixture(
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+    global_batch_size: int,
+    is_main_process: bool,
+) -> Data:
+    """Each source as if it were alone, with one tokenizer for all, which is made from the training text of all."""
+    names = tuple(source.title for source in config.mixture)
+    configs = [_config_of(source, config) for source in config.mixture]
+    plans = []
+    for name, part in zip(names, configs, strict=True):
+        with _naming(name):
+            plans.append(plan_of(part))
+    if len({plan is None for plan in plans}) > 1:
+        kinds = ", ".join(f"{name}: {plan.format if plan else 'text'}" for name, plan in zip(names, plans, strict=True))
+        raise DataError(
+            f"data.mixture must be all of text or all of conversations, got {kinds}; set data.format to text, or train on them in two runs"
+        )
+    if tokenizer is None:
+        tokenizer = _shared_tokenizer(config, configs, plans, names, tokenizer_config, seed, is_main_process)
+    parts = []
+    for name, part in zip(names, configs, strict=True):
+        with _naming(name):
+            # A copy, for a source may leave its chat template in it, where the next would take it for the model's own.
+            parts.append(build_data(part, tokenizer_config, deepcopy(tokenizer), seed, 1, is_main_process))
+    tokenizer = next((part.tokenizer for part in parts if part.tokenizer.chat_template), parts[0].tokenizer)
+    sizes = tuple(len(part.train) for part in parts)
+    train = MixedRows([part.train for part in parts])
+    tokens = [source.tokens for source in config.mixture]
+    if None not in tokens:
+        counts = tuple(
+            math.ceil(Fraction(wanted or 0) * size / targets)
+            for wanted, size, targets in zip(tokens, sizes, train.num_targets, strict=True)
+        )
+        rows_per_pass = sum(counts)
+    else:
+        counts, rows_per_pass = shares([source.weight or 0 for source in config.mixture]), len(train)
+    if len(train) < global_batch_size:
+        raise DataError(
+            f"data.mixture must fill training.global_batch_size {global_batch_size} rows, got {len(train)} "
+            f"of {config.sequence_length} tokens; lower it or add text"
+        )
+    facts = _add_facts([part.facts for part in parts], names)
+    data = Data(
+        train, MixedRows([part.evaluation for part in parts]), tokenizer, facts, hash_text(repr([p.key for p in parts]))
+    )
+    own = {name: _open_set(name, config, plans[0], data, is_main_process) for name in config.evaluation_sets}
+    return replace(
+        data,
+        evaluation_sets={name: part.evaluation for name, part in zip(names, parts, strict=True)}
+        | {name: rows for name, (rows, _) in own.items()},
+        set_facts={name: _facts_of_held_out(part) for name, part in zip(names, parts, strict=True)}
+        | {name: set_facts for name, (_, set_facts) in own.items()},
+        mixture=Mixture(names, sizes, counts, rows_per_pass),
+        shuffle=config.shuffle,
+    )
+
+
+def _config_of(source: SourceConfig, config: DataConfig) -> DataConfig:
+    """The recipe of one source alone."""
+    kept = {key: getattr(source, key) for key in ("files", "dataset", "dataset_config", "dataset_split")}
+    kept |= {key: getattr(source, key) for key in ("eval_files", "eval_split")}
+    kept |= {key: getattr(source, key) or getattr(config, key) for key in ("text_column", "format")}
+    kept |= {"source": "files" if source.files else "hub", "mixture": (), "evaluation_sets": {}}
+    return config.model_copy(update=kept)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say in an error which source of a mixture it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(*(f"data.mixture, source {name}: {problem}" for problem in error.problems)) from None
+
+
+def _shared_tokenizer(
+    config: DataConfig,
+    configs: list[DataConfig],
+    plans: list[ChatPlan | None],
+    names: tuple[str, ...],
+    tokenizer_config: TokenizerConfig,
+    seed: int,
+    is_main_process: bool,
+) -> PreTrainedTokenizerBase:
+    """Made from the training text of every source, once each, whatever their shares."""
+    corpora = [open_corpus(part, seed, plan.read if plan else None) for part, plan in zip(configs, plans, strict=True)]
+    columns = [(part.text_column, plan.format if plan else "text") for part, plan in zip(configs, plans, strict=True)]
+    parts = (FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)
+    key = hash_text(repr((parts, tokenizer_config.model_dump_json(), config.skip_bad_rows)))
+
+    def texts() -> Iterator[str]:
+        for name, part, plan, corpus in zip(names, configs, plans, corpora, strict=True):
+            with _naming(name):
+                train, _, _ = split_documents(corpus, part, can_cut=plan is None)
+                yield from plan.texts(train()) if plan else (document.text for document in train())
+
+    def make(work: Path) -> None:
+        make_tokenizer(tokenizer_config, texts()).save_pretrained(work / "tokenizer")
+        _write_facts(work, SetFacts(0, 0, 0, key=key))
+
+    from transformers import AutoTokenizer
+
+    folder = _make_once(config, key, make, is_main_process)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    return tokenizer
+
+
+def _add_facts(facts: list[DataFacts], names: tuple[str, ...]) -> DataFacts:
+    """Of all sources together; compressors are not compared with, for each has its own held-out text."""
+    summed = ["train_documents", "train_bytes", "train_tokens", "eval_documents", "eval_bytes", "eval_tokens"]
+    summed += ["skipped_records", "shared_documents"]
+    told = [f"{name}: {part.conversations}" for name, part in zip(names, facts, strict=True) if part.conversations]
+    return DataFacts(
+        vocab_size=facts[0].vocab_size,
+        **{key: sum(getattr(part, key) for part in facts) for key in summed},
+        eval_files=tuple(file for part in facts for file in part.eval_files),
+        format=", ".join(dict.fromkeys(part.format for part in facts)),
+        conversations="; ".join(told),
+    )
+
+
+def _facts_of_held_out(data: Data) -> SetFacts:
+    facts = data.facts
+    return SetFacts(facts.eval_documents, facts.eval_bytes, facts.eval_tokens, key=data.key)
 
 
 # --- loading -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from acc_lm.data import Data, Rows, build_loader
+from acc_lm.mixture import MixedRows
 from acc_lm.order import evaluation_batches
 from acc_lm.packing import PackedRows
 from acc_lm.runtime import release_gathered
@@ -35,6 +36,8 @@ class EvaluationResult:
     bits_per_byte: float
     """Bits per UTF-8 byte of the text that the targets stand for."""
     num_targets: int
+    num_bytes: int
+    """Of that text."""
 
     @property
     def perplexity(self) -> float:
@@ -72,18 +75,34 @@ def evaluate_all(
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """`evaluate_rows` of the held-out text, then of each evaluation set; `num_rows` is the most of each."""
-    held_out = evaluate_rows(accelerator, model, data.evaluation, batch_size, num_rows, between)
     sets = {
         name: evaluate_rows(accelerator, model, rows, batch_size, num_rows, between)
         for name, rows in data.evaluation_sets.items()
     }
+    if data.mixture:
+        held_out = pool([sets[name] for name in data.mixture.names])
+    else:
+        held_out = evaluate_rows(accelerator, model, data.evaluation, batch_size, num_rows, between)
     return Evaluation(held_out, sets)
+
+
+def pool(results: Sequence[EvaluationResult]) -> EvaluationResult:
+    """The result on all of their targets together."""
+    targets, num_bytes = sum(result.num_targets for result in results), sum(result.num_bytes for result in results)
+    nll = sum(result.loss * result.num_targets for result in results)
+    return EvaluationResult(
+        loss=nll / targets,
+        token_accuracy=sum(result.token_accuracy * result.num_targets for result in results) / targets,
+        bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+        num_targets=targets,
+        num_bytes=num_bytes,
+    )
 
 
 def evaluate_rows(
     accelerator: Accelerator,
     model: nn.Module,
-    rows: Rows | PackedRows,
+    rows: Rows | PackedRows | MixedRows,
     batch_size: int,
     num_rows: int | None = None,
     between: Callable[[], None] = lambda: None,
@@ -126,4 +145,5 @@ def evaluate_rows(
         token_accuracy=num_correct / num_targets,
         bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
         num_targets=int(num_targets),
+        num_bytes=int(num_bytes),
     )

@@ -117,6 +117,7 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
         "synthetic": "a synthetic first-order Markov chain",
         "files": ", ".join(f"`{_plain(name)}`" for name in config.data.files),
         "hub": f"`{_plain(str(config.data.dataset))}`",
+        "mixture": "a mixture of " + ", ".join(f"`{_plain(source.title)}`" for source in config.data.mixture),
     }[config.data.source]
     name = re.sub(r"([!-,./:-@^_{}~])", r"\\\1", _plain(Path(config.output_dir).resolve().name))
     kind = (

@@ -47,9 +47,12 @@ class RowOrder:
 
     seed: int
     num_rows: int
+    """Rows of one epoch."""
     global_batch_size: int
     lag: int = 0
     """Places by which the run is behind one that had this global batch size from the start."""
+    shuffle: bool = True
+    """False: every epoch has the rows in their order."""
 
     def places_after(self, step: int) -> int:
         """Rows consumed by the steps up to this one."""
@@ -62,7 +65,10 @@ class RowOrder:
         while place < end:
             epoch, offset = divmod(place, self.num_rows)
             count = min(self.num_rows - offset, end - place)
-            pieces.append(permutation(self.seed, epoch, self.num_rows)[offset : offset + count])
+            if self.shuffle:
+                pieces.append(permutation(self.seed, epoch, self.num_rows)[offset : offset + count])
+            else:
+                pieces.append(np.arange(offset, offset + count))
             place += count
         return np.concatenate(pieces)
 

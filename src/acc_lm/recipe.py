@@ -30,8 +30,9 @@ FOREIGN_NAMES = {
     "torch_dtype": "model.dtype",
     "activation_checkpointing": "model.gradient_checkpointing",
     "dataset_name": "data.dataset",
-    "dataset_mixture": "data.dataset",
-    "datasets": "data.dataset",
+    "dataset_mixture": "data.mixture",
+    "datasets": "data.mixture",
+    "dataset_mixer": "data.mixture",
     "train_file": "data.files",
     "validation_file": "data.eval_files",
     "eval_dataset": "data.eval_files (data.evaluation_sets for several by name)",
@@ -381,7 +382,9 @@ def _right_spelling(location: list[str]) -> str:
     name = location[-1].replace("-", "_")
     if name in FOREIGN_NAMES:
         return f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}"
-    keys = [key for key, *_ in describe_keys()]
+    in_list = any(part.isdigit() for part in location)
+    location = [*".".join("[]" if part.isdigit() else part for part in location).replace(".[]", "[]").split(".")]
+    keys = [key for key, *_ in describe_keys() if ("[]" in key) == in_list]
     same = [key for key in keys if key.split(".")[-1] == name]
     if same:
         return f"did you mean {' or '.join(same)}?"
@@ -400,13 +403,34 @@ def _right_spelling(location: list[str]) -> str:
 
 
 def describe_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, description) of every key."""
+    """(dotted key, type, default, description) of every key; those of a list's sections, `list[].key`, come last."""
+    lists = []
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from describe_keys(field.annotation, f"{prefix}{name}.")
         else:
             default = "required" if field.is_required() else _as_yaml(field.get_default(call_default_factory=True))
             yield f"{prefix}{name}", _type_text(field), default, field.description or ""
+            if (inner := _section_in_list(field.annotation)) is not None:
+                lists.append((inner, f"{prefix}{name}[]."))
+    for inner, inner_prefix in lists:
+        yield from describe_keys(inner, inner_prefix)
+
+
+def _section_in_list(annotation: Any) -> type[Section] | None:
+    item = (*typing.get_args(annotation), None)[0] if typing.get_origin(annotation) is tuple else None
+    return item if isinstance(item, type) and issubclass(item, Section) else None
+
+
+def _title(section: str) -> str:
+    """What the class of a section says of it."""
+    if not section:
+        return "The run."
+    found: Any = Config
+    for name in section.split("."):
+        annotation = found.model_fields[name.removesuffix("[]")].annotation
+        found = _section_in_list(annotation) or annotation
+    return str(found.__doc__)
 
 
 def _as_yaml(value: Any) -> str:
@@ -430,6 +454,8 @@ def _type_text(field: FieldInfo) -> str:
             return f"[{', '.join(text(a) for a in arguments if a is not Ellipsis)}{', ...' if Ellipsis in arguments else ''}]"
         if origin is dict:
             return "mapping"
+        if issubclass(annotation, Section):
+            return "mapping"
         return {"NoneType": "null", "str": "string", "int": "int", "float": "float", "bool": "bool"}[
             annotation.__name__
         ]
@@ -445,8 +471,7 @@ def help_text() -> str:
         name, _, _ = key.rpartition(".")
         if name != section:
             section = name
-            title = Config.model_fields[name].annotation.__doc__ if name else "The run."  # type: ignore[union-attr]
-            out.append(f"\n{name or 'top level'}: {title}")
+            out.append(f"\n{name or 'top level'}: {_title(name)}")
         shown = default if default == "required" else f"default {default}"
         out.append(f"  {key}  ({kind}; {shown})\n      {description}")
     return "\n".join(out)
@@ -465,12 +490,11 @@ def markdown() -> str:
         name = key.rpartition(".")[0]
         if name != section:
             section = name
-            title = Config.model_fields[name].annotation.__doc__ if name else "The run."  # type: ignore[union-attr]
             out += [
                 "",
                 f"## {name or 'top level'}",
                 "",
-                str(title),
+                _title(name),
                 "",
                 "| key | type | default | meaning |",
                 "|---|---|---|---|",

@@ -1,0 +1,201 @@
+"""Several sources in one run: which rows of which of them make up step k, a pure function of (seed, k) once more.
+
+blocks   | b b a b b b a c | b a b b c b a b | ...     every block has the same number of each source's places
+source a | epoch 0's permutation | epoch 1's | ...     and each source runs through its own epochs
+rows     0 ... | n_a ... | n_a + n_b ...               under one numbering, so nothing else knows of sources
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from acc_lm.losses import IGNORE_INDEX
+from acc_lm.order import RowOrder, permutation
+
+BLOCK = 256
+"""A block has at least so many rows: small enough that every few steps have the shares, large enough to be cheap."""
+LARGEST_BLOCK = 1 << 14
+"""Weights that are exact in no block up to this are rounded to such a block."""
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """How many rows of each source every block has; exact for weights as they were typed, wherever a block can be.
+
+    Otherwise the largest remainders get the places that rounding down leaves.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    common = math.gcd(*whole)
+    whole = [number // common for number in whole]
+    total = sum(whole)
+    if total <= LARGEST_BLOCK:
+        return tuple(number * math.ceil(BLOCK / total) for number in whole)
+    counts = [number * LARGEST_BLOCK // total for number in whole]
+    remainders = [number * LARGEST_BLOCK % total for number in whole]
+    by_remainder = sorted(range(len(whole)), key=lambda i: (-remainders[i], i))
+    for i in by_remainder[: LARGEST_BLOCK - sum(counts)]:
+        counts[i] += 1
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class MixedOrder(RowOrder):
+    """`RowOrder` of several sources; `num_rows` are those of one pass over the mixture."""
+
+    sizes: tuple[int, ...] = ()
+    """Rows that each source has."""
+    counts: tuple[int, ...] = ()
+    """Rows of each source in every block."""
+    _kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
+
+    def rows_at(self, step: int) -> np.ndarray:
+        place, end = self.places_after(step - 1), self.places_after(step)
+        block_size = sum(self.counts)
+        pieces = []
+        while place < end:
+            block, offset = divmod(place, block_size)
+            count = min(block_size - offset, end - place)
+            pieces.append(self._block(block)[offset : offset + count])
+            place += count
+        return np.concatenate(pieces)
+
+    def _block(self, block: int) -> np.ndarray:
+        """Rows of one block: the sources' places in random order, each source's rows in its own."""
+        kept = self._kept.setdefault(-1, {})
+        if block not in kept:
+            source = self._sources(block)
+            rows = np.empty(len(source), dtype=np.int64)
+            first = 0
+            for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+                rows[source == number] = first + self._rows_of(number, block * count, count)
+                first += size
+            _keep_two(kept, block, rows)
+        return kept[block]
+
+    def _sources(self, block: int) -> np.ndarray:
+        """Source of each place of a block, int64 [block size]."""
+        places: np.ndarray = np.repeat(np.arange(len(self.counts)), self.counts)
+        sources: np.ndarray = places[_permutation(self.seed, 0, block, sum(self.counts))]
+        return sources
+
+    def _rows_of(self, source: int, place: int, count: int) -> np.ndarray:
+        """Rows at `count` places of one source's endless sequence, numbered within the source."""
+        size, pieces = self.sizes[source], []
+        while count:
+            epoch, offset = divmod(place, size)
+            taken = min(size - offset, count)
+            pieces.append(self._epoch(source, epoch)[offset : offset + taken])
+            place, count = place + taken, count - taken
+        return np.concatenate(pieces)
+
+    def _epoch(self, source: int, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.sizes[source])
+        kept = self._kept.setdefault(source, {})
+        if epoch not in kept:
+            _keep_two(kept, epoch, _permutation(self.seed, source + 1, epoch, self.sizes[source]))
+        return kept[epoch]
+
+    def count_rows(self, num_places: int) -> list[int]:
+        """Rows of each source at the first `num_places` places."""
+        block, offset = divmod(num_places, sum(self.counts))
+        inside = np.bincount(self._sources(block)[:offset], minlength=len(self.counts))
+        return [block * count + int(more) for count, more in zip(self.counts, inside, strict=True)]
+
+    def count_targets(self, rows: MixedRows, num_places: int) -> list[int]:
+        """Targets of each source at the first `num_places` places."""
+        counts = []
+        for number, num_rows in enumerate(self.count_rows(num_places)):
+            epoch, rest = divmod(num_rows, self.sizes[number])
+            part = rows.parts[number]
+            counts.append(epoch * rows.num_targets[number] + part.count_targets(self._epoch(number, epoch)[:rest]))
+        return counts
+
+
+def _permutation(seed: int, stream: int, epoch: int, size: int) -> np.ndarray:
+    """`order.permutation`, kept by who asks, and another one for every stream of a seed (below 2**32)."""
+    order: np.ndarray = permutation.__wrapped__(stream << 32 | seed, epoch, size)
+    return order
+
+
+def _keep_two(kept: dict[int, np.ndarray], key: int, value: np.ndarray) -> None:
+    """A step may span two; who reads ahead is never more than that ahead for long."""
+    if len(kept) == 2:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
+
+class SourceRows(Protocol):
+    """The contract of `Rows` and `PackedRows`."""
+
+    def __len__(self) -> int: ...
+    def __getitems__(self, rows: Iterable[int]) -> dict[str, torch.Tensor]: ...
+    def count_targets(self, rows: np.ndarray) -> int: ...
+    def count_bytes(self, rows: Iterable[int]) -> int: ...
+
+
+class MixedRows(Dataset[dict[str, torch.Tensor]]):
+    """The rows of several sources under one numbering; the same contract as `Rows`, and as `PackedRows` if they are.
+
+    Args:
+        parts: rows of each source, all of text or all of conversations.
+    """
+
+    def __init__(self, parts: Sequence[SourceRows]) -> None:
+        self.parts = parts
+        self.offsets = np.cumsum([0, *(len(part) for part in parts)])
+        self.num_targets = [part.count_targets(np.arange(len(part))) for part in parts]
+        """Targets of each source."""
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: Iterable[int]) -> dict[str, torch.Tensor]:
+        """The rows as their sources give them, in this order; narrower ones are padded to the widest."""
+        rows = np.asarray(list(rows), dtype=np.int64)
+        order, batches = [], []
+        for places, part, local in self._by_part(rows):
+            order.append(places)
+            batches.append(part.__getitems__(local))
+        if len(batches) == 1:
+            return batches[0]
+        back = torch.from_numpy(np.argsort(np.concatenate(order)))
+        width = max(batch["targets"].shape[1] for batch in batches)
+        return {
+            name: torch.cat([_widen(batch[name], width, IGNORE_INDEX * (name == "targets")) for batch in batches])[back]
+            for name in batches[0]
+        }
+
+    def _by_part(self, rows: np.ndarray) -> list[tuple[np.ndarray, SourceRows, np.ndarray]]:
+        """(places among `rows`, part, rows within it) of each part that is asked for; the first has the empty row."""
+        number = np.maximum(np.searchsorted(self.offsets, rows, side="right") - 1, 0)
+        found = [np.flatnonzero(number == part) for part in range(len(self.parts))]
+        return [
+            (places, self.parts[part], np.where(rows[places] < 0, -1, rows[places] - self.offsets[part]))
+            for part, places in enumerate(found)
+            if len(places)
+        ]
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Targets in these rows."""
+        return sum(part.count_targets(local) for _, part, local in self._by_part(np.asarray(rows)))
+
+    def count_bytes(self, rows: Iterable[int]) -> int:
+        """UTF-8 bytes of the text that the targets of these rows stand for."""
+        return sum(part.count_bytes(local.tolist()) for _, part, local in self._by_part(np.asarray(list(rows))))
+
+
+def _widen(tensor: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=value)
