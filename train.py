@@ -173,7 +173,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     started = logged = time.monotonic()
     logged_tokens = progress.tokens
     pace.start_step()
-    with stop_request.saving(accelerator), saver:
+    streams = found.checkpoint.state.get("streams") if found.checkpoint else None
+    reading = data.reading(order, progress.step, streams, accelerator.process_index, accelerator.num_processes)
+    with stop_request.saving(accelerator), saver, reading:
         for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
             step = progress.step + 1
             peers.at(f"step {step}", is_watched=True)
@@ -204,7 +206,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     "train/loss": loss,
                     "train/grad_norm": float(outcome.grad_norm),
                     "train/learning_rate": learning_rate,
-                    "train/epoch": progress.samples_seen / order.num_rows,
+                    "train/epoch": order.epochs_at(progress.samples_seen),
                     "train/tokens": float(progress.tokens),
                     "train/tokens_per_second": (progress.tokens - logged_tokens) / (now - logged),
                     "train/memory_gb": runtime.peak_memory_gb(accelerator.device),
@@ -235,9 +237,12 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             ):
                 watch.look(step)  # what has diverged is not saved
                 eval_loss = result.held_out.loss if result else None
-                saver.save(model, optimizer, progress, eval_loss, watch.recent_losses, at_once=bool(request))
+                saver.save(
+                    model, optimizer, progress, eval_loss, watch.recent_losses,
+                    streams=data.stream_states(), at_once=bool(request),
+                )  # fmt: skip
                 stop_request.done()
-            for line in [*watch.news(), *saver.news()]:
+            for line in [*watch.news(), *saver.news(), *data.news()]:
                 bar.line(line)
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             pace.start_step()

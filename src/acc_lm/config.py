@@ -248,10 +248,16 @@ class DataConfig(Section):
     """Targets per row, in tokens; a row holds one id more."""
     shuffle: bool = True
     """Rows come in another order in every epoch; false: as the text has them, epoch after epoch."""
+    streaming: bool = False
+    """Text is read and tokenised while the model trains on it, for what does not fit on a disk; see docs/data.md."""
+    num_streams: PositiveInt = 8
+    """Streams that the shards (files, or those of the dataset) are dealt out to; a multiple of any number of processes."""
+    shuffle_buffer: Annotated[int, Field(ge=2)] | None = None
+    """Rows of each stream that are shuffled among each other, one such block after the other, and shards in each pass; null: nothing is."""
     synthetic_tokens: Annotated[int, Field(ge=1000)] = 2_000_000
     """Length of the synthetic training text, in symbols."""
     num_workers: Count = 0
-    """Processes that read rows ahead, per training process; never changes the result."""
+    """Processes that read rows ahead, per training process (streams: at least one); never changes the result."""
     cache_dir: Place | None = None
     """Where token rows are kept; null: $ACC_LM_CACHE, else ~/.cache/acc-lm."""
 
@@ -302,6 +308,26 @@ class DataConfig(Section):
                 raise ValueError(
                     f"mixture must have names of their own, got {name!r}, as {other}; give it another name"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _stream_fits_together(self) -> DataConfig:
+        if self.shuffle_buffer is not None and not (self.streaming and self.shuffle):
+            other = "without data.streaming" if not self.streaming else "with data.shuffle=false"
+            raise ValueError(f"shuffle_buffer must be null {other}, got {self.shuffle_buffer}; change one of them")
+        if not self.streaming:
+            return self
+        if self.source not in ("files", "hub"):
+            raise ValueError(
+                f"streaming must be of source files or hub, got {self.source}; set data.streaming to false"
+            )
+        if not (self.eval_files if self.source == "files" else self.eval_split):
+            key = "eval_files" if self.source == "files" else "eval_split"
+            raise ValueError(
+                f"{key} must name the held-out text of a stream, of which no share can be held out, got none; add data.{key}"
+            )
+        if self.format not in (None, "text"):
+            raise ValueError(f"format must be text for a stream, got {self.format}; set data.streaming to false")
         return self
 
     @model_validator(mode="after")
@@ -547,7 +573,31 @@ class Config(Section):
             )
         if self.adapter.kind != "none":
             self._base_can_be_found_again()
+        if self.data.streaming:
+            self._stream_needs_no_end()
         return self
+
+    def _stream_needs_no_end(self) -> None:
+        """Nobody has counted or read what a stream will give."""
+        size, streams = self.training.global_batch_size, self.data.num_streams
+        if size % streams:
+            raise ValueError(
+                f"training.global_batch_size must be a multiple of data.num_streams {streams}, got {size}; "
+                f"nearest: {nearest_multiples(size, streams)}; or lower data.num_streams"
+            )
+        for key, value in (
+            ("training.num_epochs", self.training.num_epochs),
+            ("checkpoint.every_epochs", self.checkpoint.every_epochs),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"{key} must be null for a stream, whose rows nobody has counted, got {value}; count in steps"
+                )
+        if not (self.tokenizer.name_or_path or self.model.name_or_path or self.tokenizer.kind == "byte"):
+            raise ValueError(
+                f"tokenizer.name_or_path must be an existing tokenizer for a stream, got none to make {self.tokenizer.kind} from; "
+                "name one, or set tokenizer.kind to byte"
+            )
 
     def _base_can_be_found_again(self) -> None:
         """An adapter is used beside the very model that it was trained beside."""

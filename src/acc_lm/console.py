@@ -18,6 +18,7 @@ from acc_lm.model import ModelFacts
 from acc_lm.packing import PackedRows
 from acc_lm.redaction import printable
 from acc_lm.runtime import Identity, split_global_batch
+from acc_lm.streaming import StreamRows
 from acc_lm.tokenizer import first_line
 
 
@@ -33,8 +34,14 @@ def start_block(
     micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
     order = data.order(config.seed, training.global_batch_size)
-    rows = len(data.train)
     facts = data.facts
+    text = f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens"
+    if isinstance(data.train, StreamRows):
+        text, in_rows = facts.source["streams"], f"{config.data.sequence_length} tokens each, as the streams give them"
+    else:
+        in_rows = (
+            f"{len(data.train):,} of {config.data.sequence_length} tokens; 1 epoch = {order.count_steps(1):,} steps"
+        )
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
     lines = [
         (
@@ -51,18 +58,12 @@ def start_block(
             "model",
             f"{model.num_parameters:,} parameters ({model.num_trainable:,} trained); attention: {model.attention}; loss: {model.loss}",
         ),
-        (
-            "text",
-            f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens ({facts.vocab_size:,} ids)",
-        ),
+        ("text", f"{text} ({facts.vocab_size:,} ids)"),
         (
             "held out",
             f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens",
         ),
-        (
-            "rows",
-            f"{rows:,} of {config.data.sequence_length} tokens; 1 epoch = {order.count_steps(1):,} steps",
-        ),
+        ("rows", in_rows),
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
@@ -80,9 +81,12 @@ def start_block(
     if data.packs and not isinstance(data.train, PackedRows):
         lines.append(("documents", "none sees another"))
     elif isinstance(data.train, PackedRows) and data.packs:
-        empty = 1 - data.train.lengths.sum() / (rows * config.data.sequence_length)
+        empty = 1 - data.train.lengths.sum() / (len(data.train) * config.data.sequence_length)
         lines.append(
-            ("packing", f"{len(data.train.packing.items) / rows:.1f} items a row, {empty:.1%} of the places empty")
+            (
+                "packing",
+                f"{len(data.train.packing.items) / len(data.train):.1f} items a row, {empty:.1%} of the places empty",
+            )
         )
     if "entropy_rate" in facts.source:
         lines.append(("floor", f"{facts.source['entropy_rate']:.4f} nats per symbol, the entropy rate of the source"))

@@ -17,7 +17,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -36,8 +36,8 @@ from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
 from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, write_items
 from acc_lm.errors import DataError, UserError
 from acc_lm.mixture import MixedOrder, MixedRows, shares
-from acc_lm.order import MicroBatches, RowOrder
-from acc_lm.packing import PackedRows
+from acc_lm.order import MicroBatches, RowOrder, StreamOrder
+from acc_lm.packing import PackedRows, apart
 from acc_lm.sources import (
     Corpus,
     Document,
@@ -49,6 +49,8 @@ from acc_lm.sources import (
     read_files,
     text_in,
 )
+from acc_lm.stream_reader import open_shards
+from acc_lm.streaming import StreamRows
 from acc_lm.tokenizer import make_tokenizer, pieces_of, text_encoder, token_bytes
 
 if TYPE_CHECKING:
@@ -93,8 +95,7 @@ class Rows(Dataset[Batch]):
     def __getitems__(self, rows: Iterable[int]) -> Batch:
         """input_ids and targets, int64 [B, sequence_length]; targets[t] follows input_ids[t], or is IGNORE_INDEX.
 
-        With an `end`, position_ids and document_ids too: an end token is position 0 of the document behind it, so that
-        every first token is predicted from it alone and no target is lost.
+        With an `end`, position_ids and document_ids too, as `packing.apart` makes them.
         Row -1 is an empty row: it fills up the last batch of an evaluation and has no target.
         """
         rows = list(rows)
@@ -114,13 +115,7 @@ class Rows(Dataset[Batch]):
             for i, count in short:
                 targets[i, count - 1 :] = IGNORE_INDEX
         batch = {"input_ids": tensor[:, :-1], "targets": targets}
-        if self.end is None:
-            return batch
-        begins = ids[:, :-1] == self.end
-        places = np.arange(length)
-        positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-        documents = begins.cumsum(axis=1)
-        return batch | {"position_ids": torch.from_numpy(positions), "document_ids": torch.from_numpy(documents)}
+        return batch if self.end is None else batch | apart(ids[:, :-1], self.end)
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Targets in these rows."""
@@ -191,7 +186,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Data:
-    train: Rows | PackedRows | MixedRows
+    train: Rows | PackedRows | MixedRows | StreamRows
     evaluation: Rows | PackedRows | MixedRows
     tokenizer: PreTrainedTokenizerBase
     facts: DataFacts
@@ -207,10 +202,29 @@ class Data:
 
     def order(self, seed: int, global_batch_size: int, lag: int = 0) -> RowOrder:
         """The endless sequence of the training rows."""
+        if isinstance(self.train, StreamRows):
+            return StreamOrder(seed, 0, global_batch_size, lag, num_streams=self.train.num_streams)
         if self.mixture is None:
             return RowOrder(seed, len(self.train), global_batch_size, lag, self.shuffle)
         sizes, counts, num_rows = self.mixture.sizes, self.mixture.counts, self.mixture.rows_per_pass
         return MixedOrder(seed, num_rows, global_batch_size, lag, self.shuffle, sizes, counts)
+
+    def reading(
+        self, order: RowOrder, step: int, saved: dict[str, list[int]] | None, process: int, num_processes: int
+    ) -> AbstractContextManager[None]:
+        """In which the training rows of the steps behind `step` can be had; see `StreamRows.reading`."""
+        if not isinstance(self.train, StreamRows):
+            return nullcontext()
+        assert isinstance(order, StreamOrder)
+        return self.train.reading(order, step, saved, process, num_processes)
+
+    def stream_states(self) -> dict[str, list[int]] | None:
+        """Where this process's streams stand, for a checkpoint; None for rows that are all there."""
+        return self.train.states() if isinstance(self.train, StreamRows) else None
+
+    def news(self) -> list[str]:
+        """A line for what happened to the text since the last call."""
+        return self.train.news() if isinstance(self.train, StreamRows) else []
 
     def by_source(self, order: RowOrder, samples_seen: int) -> dict[str, dict[str, float]]:
         """What the first `samples_seen` rows had of each source: its targets, and how often it was passed through."""
@@ -225,9 +239,9 @@ class Data:
         }
 
     @property
-    def _parts(self) -> list[Rows | PackedRows]:
+    def _parts(self) -> list[Rows | PackedRows | StreamRows]:
         parts = self.train.parts if isinstance(self.train, MixedRows) else [self.train]
-        return [part for part in parts if isinstance(part, Rows | PackedRows)]
+        return [part for part in parts if isinstance(part, Rows | PackedRows | StreamRows)]
 
     @property
     def keys(self) -> dict[str, str]:
@@ -238,7 +252,7 @@ class Data:
     def packs(self) -> bool:
         """Whether rows hold several documents that must not see each other."""
         first = self._parts[0]
-        return first.end is not None if isinstance(first, Rows) else not first.padded
+        return not first.padded if isinstance(first, PackedRows) else first.end is not None
 
     @property
     def padded_lengths(self) -> np.ndarray | None:
@@ -278,6 +292,8 @@ def build_data(
     """
     if config.mixture:
         return _build_mixture(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process)
+    if config.streaming:
+        return _build_stream(config, tokenizer_config, tokenizer, seed, is_main_process)
     plan = plan_of(config)
     corpus = open_corpus(config, seed, plan.read if plan else None)
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
@@ -737,8 +753,8 @@ def _build_mixture(
             # A copy, for a source may leave its chat template in it, where the next would take it for the model's own.
             parts.append(build_data(part, tokenizer_config, deepcopy(tokenizer), seed, 1, is_main_process))
     tokenizer = next((part.tokenizer for part in parts if part.tokenizer.chat_template), parts[0].tokenizer)
-    sizes = tuple(len(part.train) for part in parts)
-    train = MixedRows([part.train for part in parts])
+    train = MixedRows([part.train for part in parts if not isinstance(part.train, StreamRows)])
+    sizes = tuple(len(part) for part in train.parts)
     tokens = [source.tokens for source in config.mixture]
     if None not in tokens:
         counts = tuple(
@@ -838,6 +854,73 @@ def _facts_of_held_out(data: Data) -> SetFacts:
     return SetFacts(facts.eval_documents, facts.eval_bytes, facts.eval_tokens, key=data.key)
 
 
+# --- streams -------------------------------------------------------------------------------------------------------
+
+
+def _build_stream(
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+    is_main_process: bool,
+) -> Data:
+    """Training rows that are made while they are learned, held-out ones on disk as ever."""
+    shards = open_shards(config)
+    if len(shards.names) < config.num_streams:
+        raise DataError(
+            f"data.num_streams must be at most the number of shards {len(shards.names)}, got {config.num_streams}; "
+            "lower it, or split the text into more files"
+        )
+    if tokenizer is None:
+        tokenizer = make_tokenizer(tokenizer_config, ())
+    made_by = _tokenizer_key(tokenizer)
+    if config.source == "files":
+        find_files(config.eval_files, "data.eval_files")
+        held_out = config.model_copy(update={"files": config.eval_files, "eval_files": ()})
+    else:
+        held_out = config.model_copy(update={"dataset_split": config.eval_split, "eval_split": None})
+    corpus = open_corpus(held_out, seed)
+    held_out_key = hash_text(repr((FORMAT, "held out", corpus.key, made_by, config.text_column, config.skip_bad_rows)))
+
+    def build(work: Path) -> None:
+        sizes: list[int] = []
+        files: list[str] = []
+
+        def documents() -> Iterator[Document]:
+            for document in corpus.train(Skipped(config.skip_bad_rows)):
+                sizes.append(len(document.text.encode()))
+                files.extend([document.file] if document.file else [])
+                yield document
+
+        num_tokens = _write_text(documents(), tokenizer, _id_dtype(len(tokenizer)), work, "eval", with_bytes=True)
+        if num_tokens < 2:
+            raise DataError("data: the held-out text must have at least one target, got none; add text")
+        _write_facts(
+            work,
+            DataFacts(len(tokenizer), 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files)),
+        )
+
+    folder = _make_once(config, held_out_key, build, is_main_process)
+    values = json.loads((folder / "facts.json").read_text())
+    values.pop("files")
+    facts = DataFacts(**values | {"eval_files": tuple(values["eval_files"])})
+    about = f"{len(shards.names):,} shards in {config.num_streams} streams"
+    end = None if config.attend_across_documents else tokenizer.eos_token_id
+    data = Data(
+        StreamRows(config, tokenizer, seed),
+        _open_text(folder, _id_dtype(facts.vocab_size), config.sequence_length, end),
+        tokenizer,
+        replace(facts, source={"streams": about}),
+        hash_text(repr((FORMAT, "stream", shards.key, made_by, config.text_column, config.skip_bad_rows))),
+    )
+    sets = {name: _open_set(name, config, None, data, is_main_process) for name in config.evaluation_sets}
+    return replace(
+        data,
+        evaluation_sets={name: rows for name, (rows, _) in sets.items()},
+        set_facts={name: set_facts for name, (_, set_facts) in sets.items()},
+    )
+
+
 # --- loading -------------------------------------------------------------------------------------------------------
 
 
@@ -855,6 +938,8 @@ def build_loader(
     rows: Dataset[Batch], batches: MicroBatches | list[np.ndarray], num_workers: int, *, pin_memory: bool
 ) -> DataLoader[Batch]:
     """A loader that reads exactly the given micro-batches, in their order; workers only read ahead."""
+    if isinstance(rows, StreamRows):
+        num_workers = 0  # it has readers of its own
     return DataLoader(
         rows,
         batch_sampler=batches,  # type: ignore[arg-type]

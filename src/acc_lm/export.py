@@ -125,6 +125,8 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
         if config.model.config
         else f"fine-tuned from `{_plain(str(config.model.name_or_path))}`"
     )
+    amount = f"{facts.train_documents:,} documents, {facts.train_bytes:,} bytes, {facts.train_tokens:,} tokens"
+    amount = facts.source.get("streams", amount)
     what = "A causal language model"
     if adapter.kind != "none":
         what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
@@ -139,7 +141,7 @@ of {config.training.global_batch_size} rows of {config.data.sequence_length} tok
 
 ## Data
 
-{source}: {facts.train_documents:,} documents, {facts.train_bytes:,} bytes, {facts.train_tokens:,} tokens.
+{source}: {amount}.
 Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,} bytes.
 
 ## Held-out text

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from acc_lm.losses import IGNORE_INDEX
-from acc_lm.order import RowOrder, permutation
+from acc_lm.order import RowOrder, other_permutation
 
 BLOCK = 256
 """A block has at least so many rows: small enough that every few steps have the shares, large enough to be cheap."""
@@ -84,7 +84,7 @@ class MixedOrder(RowOrder):
     def _sources(self, block: int) -> np.ndarray:
         """Source of each place of a block, int64 [block size]."""
         places: np.ndarray = np.repeat(np.arange(len(self.counts)), self.counts)
-        sources: np.ndarray = places[_permutation(self.seed, 0, block, sum(self.counts))]
+        sources: np.ndarray = places[other_permutation(self.seed, 1, block, sum(self.counts))]
         return sources
 
     def _rows_of(self, source: int, place: int, count: int) -> np.ndarray:
@@ -102,7 +102,7 @@ class MixedOrder(RowOrder):
             return np.arange(self.sizes[source])
         kept = self._kept.setdefault(source, {})
         if epoch not in kept:
-            _keep_two(kept, epoch, _permutation(self.seed, source + 1, epoch, self.sizes[source]))
+            _keep_two(kept, epoch, other_permutation(self.seed, source + 2, epoch, self.sizes[source]))
         return kept[epoch]
 
     def count_rows(self, num_places: int) -> list[int]:
@@ -119,12 +119,6 @@ class MixedOrder(RowOrder):
             part = rows.parts[number]
             counts.append(epoch * rows.num_targets[number] + part.count_targets(self._epoch(number, epoch)[:rest]))
         return counts
-
-
-def _permutation(seed: int, stream: int, epoch: int, size: int) -> np.ndarray:
-    """`order.permutation`, kept by who asks, and another one for every stream of a seed (below 2**32)."""
-    order: np.ndarray = permutation.__wrapped__(stream << 32 | seed, epoch, size)
-    return order
 
 
 def _keep_two(kept: dict[int, np.ndarray], key: int, value: np.ndarray) -> None:

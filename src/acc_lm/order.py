@@ -36,6 +36,12 @@ def permutation(seed: int, epoch: int, num_rows: int) -> np.ndarray:
     return order
 
 
+def other_permutation(seed: int, number: int, epoch: int, num_rows: int) -> np.ndarray:
+    """`permutation`, another one for every `number` (from 1, below 2**32) of a seed; who asks keeps it."""
+    order: np.ndarray = permutation.__wrapped__(number << 32 | seed, epoch, num_rows)
+    return order
+
+
 def _exact(number: float) -> Fraction:
     """The decimal that was typed: 2.2 epochs are 22/10, not the float beside it."""
     return Fraction(str(number))
@@ -72,6 +78,10 @@ class RowOrder:
             place += count
         return np.concatenate(pieces)
 
+    def epochs_at(self, samples_seen: int) -> float:
+        """Passes over the rows after this many of them."""
+        return samples_seen / self.num_rows
+
     def count_steps(self, num_epochs: float) -> int:
         """Steps after which every row was seen `num_epochs` times."""
         return math.ceil((_exact(num_epochs) * self.num_rows + self.lag) / self.global_batch_size)
@@ -82,6 +92,29 @@ class RowOrder:
             return False
         period = _exact(every) * self.num_rows
         return self.places_after(step) // period > self.places_after(step - 1) // period
+
+
+@dataclass(frozen=True)
+class StreamOrder(RowOrder):
+    """Rows of streams, which nobody has counted: row `n * num_streams + s` is the n-th of stream s.
+
+    A step takes equally many of each stream, one stream after the other, so that every process that takes an equal part of
+    the batch takes whole streams.
+    """
+
+    num_streams: int = 1
+
+    def rows_at(self, step: int) -> np.ndarray:
+        numbers = np.arange(
+            self.places_after(step - 1) // self.num_streams, self.places_after(step) // self.num_streams
+        )
+        return (numbers * self.num_streams + np.arange(self.num_streams)[:, None]).reshape(-1)
+
+    def epochs_at(self, samples_seen: int) -> float:
+        return math.nan
+
+    def completes_epochs(self, step: int, every: float | None) -> bool:
+        return False
 
 
 def extend_ledger(ledger: str, rows: np.ndarray) -> str:

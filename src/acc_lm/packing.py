@@ -96,6 +96,18 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
+def apart(ids: np.ndarray, end: int) -> dict[str, torch.Tensor]:
+    """position_ids and document_ids of rows of text, int64 [B, L], by which no document sees another.
+
+    An end token is position 0 of the document behind it, so that every first token is predicted from it alone and no
+    target is lost.
+    """
+    begins = ids == end
+    places = np.arange(ids.shape[1])
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return {"position_ids": torch.from_numpy(positions), "document_ids": torch.from_numpy(begins.cumsum(axis=1))}
+
+
 class PackedRows(Dataset[dict[str, torch.Tensor]]):
     """The rows of one split, put together from its items when asked for; the same contract as `Rows`.
 

@@ -116,6 +116,7 @@ class Saver:
         eval_loss: float | None = None,
         recent_losses: Sequence[float] = (),
         *,
+        streams: dict[str, list[int]] | None = None,
         at_once: bool = False,
     ) -> None:
         """Save the state of the run; returns when it is copied, or with `at_once` when the checkpoint exists.
@@ -123,6 +124,7 @@ class Saver:
         Args:
             eval_loss: of these weights, when they have just been evaluated; decides `best`.
             recent_losses: kept for `divergence.Watch`.
+            streams: where this process's streams stand; None, on all processes, without any.
 
         Raises:
             StorageError: this checkpoint or the one before could not be written; older ones are untouched.
@@ -137,6 +139,9 @@ class Saver:
             "eval_loss": eval_loss,
             "recent_losses": list(recent_losses),
         }
+        if streams is not None:
+            parts = gather_objects(self._accelerator, streams)
+            state["streams"] = {stream: where for part in parts for stream, where in part.items()}
         snapshot = _take_snapshot(self._accelerator, model, optimizer, state, self._copies if behind else None)
         if behind:
             self._thread = threading.Thread(target=self._write_behind, args=(snapshot, began), daemon=True, name="save")

@@ -244,6 +244,7 @@ class Scores:
             token_accuracy=int(self.num_correct.sum()) / num_targets,
             bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
             num_targets=num_targets,
+            num_bytes=num_bytes,
         )
 
     def of(self, document: int) -> dict[str, float | int | None]:

@@ -193,6 +193,14 @@ def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: 
             raise DataError(f"{file} must hold at least one record with text, got none{why}; remove it or fill it")
 
 
+def read_shard(file: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """(place, record) of each record of a file; a txt file is one, with its text in `column`."""
+    if file.suffix in RECORD_SUFFIXES:
+        yield from _records(file)
+    else:
+        yield str(file), {column: _decode(file.read_bytes(), str(file))}
+
+
 def _decode(raw: bytes, place: str) -> str:
     for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16")):
         if raw.startswith(mark):
@@ -358,12 +366,21 @@ def _total_size(files: list[Path]) -> int:
 # --- hub -----------------------------------------------------------------------------------------------------------
 
 
-def _load_split(config: DataConfig, split: str) -> Any:
+def stream_dataset(config: DataConfig, split: str) -> Any:
+    """A split of `data.dataset` as an iterable with shards, of which nothing has been read.
+
+    Raises:
+        DataError: it cannot be had.
+    """
+    return _load_split(config, split, streaming=True)
+
+
+def _load_split(config: DataConfig, split: str, *, streaming: bool = False) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(config.dataset, config.dataset_config, split=split)
+        return datasets.load_dataset(config.dataset, config.dataset_config, split=split, streaming=streaming)
     except Exception as error:  # datasets raises a dozen kinds; each means that the recipe's dataset cannot be had
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(

@@ -154,6 +154,11 @@ def fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
     _refuse_other_dtypes(config, asked.strategy, asked.precision)
     _refuse_what_a_cpu_cannot_do(config.distributed, asked.strategy, asked.has_accelerator)
     _refuse_a_hook_that_fails(config, asked.strategy)
+    if config.data.streaming and config.data.num_streams % asked.num_processes:
+        raise ConfigError(
+            f"data.num_streams must be a multiple of the number of processes {asked.num_processes}, got {config.data.num_streams}; "
+            f"nearest: {nearest_multiples(config.data.num_streams, asked.num_processes)}"
+        )
     return split_global_batch(config.training, asked.num_processes)
 
 

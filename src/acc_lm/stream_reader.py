@@ -1,0 +1,303 @@
+"""Shards -> documents -> rows of one stream after the other, in a process of its own that reads ahead of the training.
+
+    shards of stream s ──► records ──► documents ──► ids ──► rows ──► blocks (shuffled, or not) ──► chunks ──► a pipe
+
+The pipe and the queue before it are bounded: who does not read makes the reader wait. A chunk is what one optimizer step
+takes of a stream, and it comes with the state from which the stream goes on behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from acc_lm.config import DataConfig
+from acc_lm.errors import DataError
+from acc_lm.order import other_permutation
+from acc_lm.sources import Skipped, find_files, hash_text, read_shard, stream_dataset, text_in
+from acc_lm.tokenizer import pieces_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAUSES = (1.0, 2.0, 4.0)
+"""Seconds before a shard that could not be read is tried again; after the last it is given up."""
+BATCH_CHARACTERS = 1 << 18
+"""Characters that are encoded in one call: little enough that the first row is there soon."""
+QUEUED_CHUNKS = 16
+HEADER = struct.Struct("<c6q")
+CHUNK, ERROR = b"C", b"E"
+
+
+class Position(NamedTuple):
+    """A token of a stream."""
+
+    epoch: int = 0
+    """Passes over all of its shards before."""
+    shard: int = 0
+    """Among those of this pass, in their order."""
+    record: int = 0
+    offset: int = 0
+    """Tokens of the record's text before it."""
+    skipped: int = 0
+    """Records without text that this pass has had so far."""
+
+
+class State(NamedTuple):
+    """From where a stream goes on: `row` begins at `position`. With blocks it is the first row of one."""
+
+    row: int
+    position: Position
+
+    def pack(self) -> list[int]:
+        return [self.row, *self.position]
+
+    @staticmethod
+    def unpack(numbers: Iterable[int]) -> State:
+        row, *position = numbers
+        return State(row, Position(*position))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a corpus is read in: files, or the shards of a dataset."""
+
+    names: tuple[str, ...]
+    key: str
+    """Hash of names and sizes: the text itself is not read before it is learned."""
+    open: Callable[[int], Iterator[tuple[str, Any]]]
+    """Number of a shard -> (place for error messages, record) of each of its records."""
+
+
+def open_shards(config: DataConfig) -> Shards:
+    """The shards that a recipe names; none is read.
+
+    Raises:
+        DataError: a file or dataset is missing.
+    """
+    if config.source == "files":
+        files = find_files(config.files, "data.files")
+        sizes = [(file.name, file.stat().st_size) for file in files]
+        return Shards(
+            tuple(map(str, files)), hash_text(repr(sizes)), lambda number: read_shard(files[number], config.text_column)
+        )
+    dataset = stream_dataset(config, config.dataset_split)
+    about = f"{config.dataset} ({config.dataset_split})"
+    names = tuple(f"{about}: shard {number}" for number in range(dataset.num_shards))
+
+    def read(number: int) -> Iterator[tuple[str, Any]]:
+        for count, record in enumerate(dataset.shard(dataset.num_shards, number), start=1):
+            yield f"{names[number]}: record {count}", record
+
+    return Shards(names, hash_text(repr((names, config.dataset_config))), read)
+
+
+class Stream:
+    """One of the streams that a corpus is read in: every `num_streams`-th shard, pass after pass.
+
+    Args:
+        encoder: of plain text, as `tokenizer.text_encoder` makes it.
+        end: id behind each document.
+    """
+
+    def __init__(
+        self, number: int, shards: Shards, config: DataConfig, encoder: Tokenizer, end: int, dtype: Any, seed: int
+    ) -> None:
+        self.number, self._shards, self._config, self._seed = number, shards, config, seed
+        self._encoder, self._end, self._dtype = encoder, end, dtype
+        self._own = np.arange(number, len(shards.names), config.num_streams)
+
+    def _records(self, shard: int, first: int) -> Iterator[tuple[int, str, Any]]:
+        """(number, place, record) from record `first` on; a shard that fails is read again from where it did.
+
+        Raises:
+            DataError: it failed as often as is tolerated.
+        """
+        number, failures = first, 0
+        while True:
+            try:
+                for place, record in islice(self._shards.open(shard), number, None):
+                    yield number, place, record
+                    number, failures = number + 1, 0
+                return
+            except Exception as error:  # files, networks and formats raise dozens of kinds; each may pass
+                if failures == len(PAUSES):
+                    reason = " ".join(str(error).split())[:300] or type(error).__name__
+                    raise DataError(
+                        f"{self._shards.names[shard]} must be readable to its end, got, {failures + 1} times after record {number}: "
+                        f"{reason}; repair it, and the same command goes on from the last checkpoint"
+                    ) from None
+                print(
+                    f"warning: {self._shards.names[shard]} could not be read ({' '.join(str(error).split())[:200]}); "
+                    f"trying again in {PAUSES[failures]:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                time.sleep(PAUSES[failures])
+                failures += 1
+
+    def _documents(self, start: Position) -> Iterator[tuple[Position, str]]:
+        """(position of its first token, text) of every document, from the record of `start` on."""
+        read, position, has_text = text_in(self._config.text_column), start, False
+        while True:
+            skipped = Skipped(self._config.skip_bad_rows, position.skipped)
+            order = self._own
+            if self._config.shuffle_buffer is not None:
+                order = order[other_permutation(self._seed, 2 * self.number + 1, position.epoch, len(order))]
+            for place in range(position.shard, len(order)):
+                first = position.record if place == position.shard else 0
+                for number, where, record in self._records(int(order[place]), first):
+                    before = skipped.count
+                    text = read(record, where, skipped)
+                    if text is not None:
+                        has_text = True
+                        yield Position(position.epoch, place, number, 0, before), text
+            if not has_text and position == Position(position.epoch):
+                raise DataError(
+                    f"data: each of the {self._config.num_streams} streams must have text, got none in stream {self.number}: "
+                    f"{self._shards.names[self.number]} and every {self._config.num_streams}-th shard after it; lower data.num_streams"
+                )
+            position, has_text = Position(position.epoch + 1), False
+
+    def _tokens(self, start: Position) -> Iterator[list[tuple[Position, np.ndarray]]]:
+        """(position of its first id, ids) of a few documents at a time, each with the end token, from `start` on."""
+        batch: list[tuple[Position, str]] = []
+        characters, offset = 0, start.offset
+        for position, text in self._documents(start):
+            batch.append((position, text))
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS or len(batch) == 1024:
+                pieces = [pieces_of(text) for _, text in batch]
+                encoded = iter(self._encoder.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False))
+                done = []
+                for (position, _), own in zip(batch, pieces, strict=True):
+                    ids = [*chain.from_iterable(next(encoded).ids for _ in own), self._end]
+                    done.append((position._replace(offset=offset), np.array(ids[offset:], dtype=self._dtype)))
+                    offset = 0
+                yield done
+                batch, characters = [], 0
+
+    def _rows(self, start: Position) -> Iterator[tuple[np.ndarray, Position]]:
+        """(ids of a row [sequence_length + 1], position where the next one begins)."""
+        length = self._config.sequence_length
+        ids = np.zeros(0, dtype=self._dtype)
+        begins: list[int] = []
+        positions: list[Position] = []
+        for batch in self._tokens(start):
+            end = len(ids)
+            for position, document in batch:
+                begins.append(end)
+                positions.append(position)
+                end += len(document)
+            ids = np.concatenate([ids, *(document for _, document in batch)])
+            count = (len(ids) - 1) // length
+            places = np.arange(1, count + 1) * length
+            inside = np.searchsorted(begins, places, side="right") - 1
+            for row, (place, document_number) in enumerate(zip(places.tolist(), inside.tolist(), strict=True)):
+                at = positions[document_number]
+                at = at._replace(offset=at.offset + place - begins[document_number])
+                yield ids[row * length : place + 1], at
+            if count:
+                first, cut = int(inside[-1]), int(places[-1])
+                positions = [at, *positions[first + 1 :]]
+                begins = [0, *(begin - cut for begin in begins[first + 1 :])]
+                ids = ids[cut:]
+
+    def rows(self, state: State, first_row: int) -> Iterator[tuple[np.ndarray, State]]:
+        """(ids, state behind it) of every row from `first_row` on, in the order in which they are learned.
+
+        Args:
+            state: of this row, or of the block that it is in.
+        """
+        rows, size = self._rows(state.position), self._config.shuffle_buffer
+        if size is None:
+            for number, (ids, position) in enumerate(rows, start=state.row):
+                if number >= first_row:
+                    yield ids, State(number + 1, position)
+        while size is not None:
+            block = list(islice(rows, size))
+            after = State(state.row + size, block[-1][1])
+            order = other_permutation(self._seed, 2 * self.number + 2, state.row // size, size)
+            for number, place in enumerate(order.tolist(), start=state.row):
+                if number >= first_row:
+                    yield block[place][0], state if number + 1 < after.row else after
+            state = after
+
+
+def read_streams(job: dict[str, Any]) -> Iterator[tuple[State, list[np.ndarray]]]:
+    """Chunks of all streams of a job, one after the other, step after step."""
+    from tokenizers import Tokenizer
+
+    config = DataConfig.model_validate_json(json.dumps(job["config"]))
+    shards, encoder, dtype = open_shards(config), Tokenizer.from_str(job["tokenizer"]), np.dtype(job["dtype"])
+    encoder.encode_special_tokens = True  # of plain text; it is not kept in the tokenizer's own description
+    streams = [
+        Stream(int(number), shards, config, encoder, job["end"], dtype, job["seed"]).rows(
+            State.unpack(state), job["first_row"]
+        )
+        for number, state in job["streams"].items()
+    ]
+    while True:
+        for stream in streams:
+            rows, states = zip(*islice(stream, job["rows_per_step"]), strict=True)
+            yield states[-1], list(rows)
+
+
+def main() -> None:
+    """Read a job from standard input and write its chunks to standard output, until nobody reads them."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group; the training decides what they mean
+        signal.signal(number, signal.SIG_IGN)
+    job = json.loads(sys.stdin.buffer.readline())
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != job["parent"]:
+        return
+    chunks: queue.Queue[bytes | None] = queue.Queue(job["queued_chunks"])
+    writer = threading.Thread(target=_write, args=(chunks,), daemon=True)
+    writer.start()
+    try:
+        for state, rows in read_streams(job):
+            chunks.put(HEADER.pack(CHUNK, *state.pack()) + np.concatenate(rows).tobytes())
+    except Exception as error:  # told by the process that trains, with the exit code that it has there
+        text = json.dumps([type(error).__name__, str(error)]).encode()
+        chunks.put(HEADER.pack(ERROR, len(text), 0, 0, 0, 0, 0) + text)
+    chunks.put(None)
+    writer.join()
+
+
+def _write(chunks: queue.Queue[bytes | None]) -> None:
+    with contextlib.suppress(BrokenPipeError), open(1, "wb", buffering=0) as out:
+        while (chunk := chunks.get()) is not None:
+            left = memoryview(chunk)
+            while left:
+                left = left[out.write(left) :]
+        return
+    os._exit(0)  # nobody reads any more
+
+
+def command() -> tuple[list[str], dict[str, str]]:
+    """How a reader is started, and the environment that it needs."""
+    package = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    return [sys.executable, "-P", "-m", "acc_lm.stream_reader"], environment
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Rows that come while the model trains on them: what the processes of `stream_reader` write, under the contract of `Rows`.
+
+Every process reads whole streams of its own, so the rows of a step are the same for any number of processes that divides
+`data.num_streams`. The state of each stream behind the newest step goes into every checkpoint, and a run that goes on reads
+no more than the shard in which each of its streams stopped, and with a shuffle buffer the rows of that block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from acc_lm.config import DataConfig
+from acc_lm.errors import DataError
+from acc_lm.order import StreamOrder
+from acc_lm.packing import apart
+from acc_lm.stream_reader import CHUNK, HEADER, QUEUED_CHUNKS, State, command
+from acc_lm.tokenizer import text_encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PIPE_BYTES = 1 << 20
+SET_PIPE_SIZE = 1031  # of fcntl, on Linux
+
+
+class StreamRows(Dataset[dict[str, torch.Tensor]]):
+    """The rows of all streams, numbered as `StreamOrder` does; inside `reading` they can be had once each, in its order.
+
+    Outside of it there are only rows of the right shape, for those who try whether a step fits.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.sequence_length, self.num_streams = config.sequence_length, config.num_streams
+        self.end = None if config.attend_across_documents else tokenizer.eos_token_id
+        self._config, self._seed = config, seed
+        self._dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+        self._job = {"tokenizer": text_encoder(tokenizer).to_str(), "end": tokenizer.eos_token_id}
+        self._readers: dict[int, Reader] = {}
+        self._states: dict[int, State] = {}
+        """Behind the newest chunk of each stream."""
+        self._chunks: dict[int, tuple[int, np.ndarray]] = {}
+        """(number of its first row, ids) of the newest chunk of each stream."""
+        self._passes = 0
+        self._news: list[str] = []
+
+    @contextlib.contextmanager
+    def reading(
+        self, order: StreamOrder, step: int, saved: dict[str, list[int]] | None, process: int, num_processes: int
+    ) -> Iterator[None]:
+        """While this lasts, the rows of the steps behind `step` are read ahead.
+
+        Args:
+            saved: `states` of that step, of all processes; None: the streams are read from their beginning.
+        """
+        share = order.global_batch_size // self.num_streams
+        first_row = order.places_after(step) // self.num_streams
+        own = np.array_split(np.arange(self.num_streams), num_processes)[process].tolist()
+        size = self._config.shuffle_buffer or 1
+        begin = State(first_row // size * size, State.unpack([0] * 6).position)
+        states = {stream: State.unpack(saved[str(stream)]) if saved else begin for stream in own}
+        num_readers = min(max(self._config.num_workers, 1), len(own))
+        job = self._job | {
+            "config": self._config.model_dump(mode="json"), "dtype": self._dtype.name, "seed": self._seed,
+            "first_row": first_row, "rows_per_step": share, "parent": os.getpid(),
+            "queued_chunks": max(QUEUED_CHUNKS, -(-2 * (self._config.shuffle_buffer or 0) * len(own) // share)),
+        }  # fmt: skip
+        try:
+            for number in range(num_readers):
+                mine = own[number::num_readers]
+                streams = {str(stream): states[stream].pack() for stream in mine}
+                reader = Reader(job | {"streams": streams}, (share, self.sequence_length + 1), self._dtype)
+                self._readers |= dict.fromkeys(mine, reader)
+            self._passes = max(state.position.epoch for state in states.values())
+            self._states, self._chunks = states, dict.fromkeys(own, (first_row, np.zeros((0, 0))))
+            yield
+        finally:
+            for reader in dict.fromkeys(self._readers.values()):
+                reader.close()
+            self._readers, self._states, self._chunks = {}, {}, {}
+
+    def states(self) -> dict[str, list[int]] | None:
+        """From where each stream of this process goes on behind the rows that were taken; None when none is read."""
+        return {str(stream): state.pack() for stream, state in self._states.items()} or None
+
+    def news(self) -> list[str]:
+        """A line for the first stream of this process that begins another pass, since the last call."""
+        lines, self._news = self._news, []
+        return lines
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: Iterable[int]) -> dict[str, torch.Tensor]:
+        """As `Rows` gives them; every row is full."""
+        rows = list(rows)
+        ids = np.zeros((len(rows), self.sequence_length + 1), dtype=np.int64)
+        for place, row in enumerate(rows if self._readers else ()):
+            number, stream = divmod(int(row), self.num_streams)
+            ids[place] = self._row(stream, number)
+        tensor = torch.from_numpy(ids)
+        batch = {"input_ids": tensor[:, :-1], "targets": tensor[:, 1:]}
+        return batch if self.end is None else batch | apart(ids[:, :-1], self.end)
+
+    def _row(self, stream: int, number: int) -> np.ndarray:
+        first, ids = self._chunks[stream]
+        if number == first + len(ids):
+            self._states[stream], ids = self._readers[stream].next_chunk()
+            first = number
+            self._chunks[stream] = first, ids
+            if (passes := self._states[stream].position.epoch) > self._passes:
+                self._passes = passes
+                self._news.append(
+                    f"stream {stream} was read to its end, pass {passes}; it goes on with its first shard"
+                )
+        assert first <= number < first + len(ids), "rows of a stream are had once, in their order"
+        row: np.ndarray = ids[number - first]
+        return row
+
+    def count_targets(self, rows: np.ndarray) -> int:
+        """Targets in these rows."""
+        assert self._readers, "outside of `reading` there are no rows to learn"
+        return len(rows) * self.sequence_length
+
+
+class Reader:
+    """A process that reads some streams ahead: a chunk of each, in their order, again and again.
+
+    Args:
+        job: what `stream_reader.read_streams` needs to know.
+        shape: of a chunk's ids.
+    """
+
+    def __init__(self, job: dict[str, Any], shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
+        self._shape, self._dtype = shape, dtype
+        arguments, environment = command()
+        self._process = subprocess.Popen(arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        with contextlib.suppress(OSError):  # a limit of this machine, or no Linux: the pipe is smaller then
+            fcntl.fcntl(self._pipe, SET_PIPE_SIZE, PIPE_BYTES)
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(json.dumps(job).encode() + b"\n")
+
+    def next_chunk(self) -> tuple[State, np.ndarray]:
+        """(state behind it, ids) of the next chunk; waits for it.
+
+        Raises:
+            DataError: a shard could not be read, or the process has ended.
+        """
+        header = self._pipe.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise self._said(f"the process that reads the streams must go on, got its end ({self._process.wait()})")
+        kind, *numbers = HEADER.unpack(header)
+        if kind != CHUNK:
+            name, problem = json.loads(self._pipe.read(numbers[0]))
+            raise self._said(problem if name == "DataError" else f"the streams must be readable, got {name}: {problem}")
+        size = self._shape[0] * self._shape[1]
+        ids = np.frombuffer(self._pipe.read(size * self._dtype.itemsize), dtype=self._dtype)
+        if len(ids) < size:
+            raise self._said(f"the process that reads the streams must go on, got its end ({self._process.wait()})")
+        return State.unpack(numbers), ids.reshape(self._shape)
+
+    @staticmethod
+    def _said(problem: str) -> DataError:
+        error = DataError(problem)
+        error.speaks = True  # the other processes know nothing of it
+        return error
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
