@@ -152,8 +152,11 @@ def pieces_in(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("config", "num_processes"),
-    [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero1", 2), ("deepspeed_zero2", 3), ("deepspeed_zero3", 2),
-     ("deepspeed_zero3", 3)],
+    [
+        ("ddp", 3), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 3), ("deepspeed_zero3", 3),
+        *(pytest.param(*other, marks=pytest.mark.slow)
+          for other in [("ddp", 2), ("fsdp2", 2), ("deepspeed_zero1", 2), ("deepspeed_zero3", 2)]),
+    ],
 )  # fmt: skip
 def test_every_engine_saves_bit_for_bit_what_it_loaded(
     config: str, num_processes: int, run: Path, tiny: list[str], tmp_path: Path

@@ -202,6 +202,7 @@ def test_torchrun_on_two_machines_learns_what_one_machine_learns(
     check_wire(nodes)
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_ends_the_other_within_seconds(nodes: Nodes, tiny: list[str], tmp_path: Path) -> None:
     """Launcher and process of machine 1 are killed in the middle; the last checkpoint is whole, and one machine goes on."""
     endless = [*tiny, "training.max_steps=4000", "training.eval_every=null"]

@@ -82,8 +82,14 @@ IN_THE_LOOP = {
 }
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("phase", IN_THE_LOOP)
+@pytest.mark.parametrize(
+    ("phase", "num_processes"),
+    [
+        pytest.param(phase, count, marks=[] if count == 2 or phase == "a save" else [pytest.mark.slow])
+        for phase in IN_THE_LOOP
+        for count in (1, 2)
+    ],
+)
 def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
     phase: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:

@@ -136,7 +136,7 @@ def test_without_a_key_wandb_is_offline_and_says_how_to_sync(tiny: list[str], un
         assert text in record, f"{text!r} must reach W&B"
 
 
-@pytest.mark.parametrize("ending", ["Ctrl-C", "kill -9", "damage"])
+@pytest.mark.parametrize("ending", [pytest.param("Ctrl-C", marks=pytest.mark.slow), "kill -9", "damage"])
 def test_offline_one_folder_has_every_step_once_whatever_ended_the_run(
     ending: str, tiny: list[str], tmp_path: Path
 ) -> None:
