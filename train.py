@@ -114,9 +114,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     if mode == Mode.TRAIN:
         tracking.start(config, output_dir, num_steps)
     say(
-        start_block(
-            config, identity, model_facts, data, num_steps, order.places_after(num_steps), tracking.description
-        ),
+        start_block(config, identity, model_facts, data, order, num_steps, tracking.description),
         *map(printable, notes),
         sep="\n",
     )

@@ -57,6 +57,10 @@ def arguments(tiny: list[str], file: Path, run: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(e["train/loss"], e["train/grad_norm"]) for e in read(run) if "train/loss" in e]
+
+
 def final_loss(run: Path) -> float:
     return next(float(e["eval/loss"]) for e in reversed(read(run)) if "eval/loss" in e)
 

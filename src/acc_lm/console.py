@@ -15,6 +15,7 @@ from acc_lm.data import Data
 from acc_lm.evaluation import Evaluation
 from acc_lm.export import sample_text
 from acc_lm.model import ModelFacts
+from acc_lm.order import RowOrder
 from acc_lm.packing import PackedRows
 from acc_lm.redaction import printable
 from acc_lm.runtime import Identity, split_global_batch
@@ -23,17 +24,12 @@ from acc_lm.tokenizer import first_line
 
 
 def start_block(
-    config: Config, identity: Identity, model: ModelFacts, data: Data, num_steps: int, num_rows: int, tracking: str
+    config: Config, identity: Identity, model: ModelFacts, data: Data, order: RowOrder, num_steps: int, tracking: str
 ) -> str:
-    """Everything that decides the run, before its first step.
-
-    Args:
-        num_rows: that all its steps consume.
-    """
+    """Everything that decides the run, before its first step."""
     training = config.training
     micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
-    order = data.order(config.seed, training.global_batch_size)
     facts = data.facts
     text = f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens"
     if isinstance(data.train, StreamRows):
@@ -53,7 +49,10 @@ def start_block(
             "global batch",
             f"{training.global_batch_size} = {micro} micro x {identity.num_processes} processes x {accumulation} accumulation",
         ),
-        ("step", f"{tokens:,} tokens; {num_steps:,} steps = {num_rows * config.data.sequence_length:,} tokens"),
+        (
+            "step",
+            f"{tokens:,} tokens; {num_steps:,} steps = {order.places_after(num_steps) * config.data.sequence_length:,} tokens",
+        ),
         (
             "model",
             f"{model.num_parameters:,} parameters ({model.num_trainable:,} trained); attention: {model.attention}; loss: {model.loss}",
@@ -67,7 +66,7 @@ def start_block(
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
-    by_source = data.by_source(order, num_steps * training.global_batch_size)
+    by_source = data.by_source(order, order.places_after(num_steps))
     num_targets = sum(source["tokens"] for source in by_source.values())
     for (name, source), num_rows in zip(by_source.items(), data.mixture.sizes if data.mixture else (), strict=True):
         share = f"{source['tokens'] / num_targets:.1%} of the tokens, {source['passes']:.2f} passes"
