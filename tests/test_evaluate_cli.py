@@ -121,12 +121,13 @@ def test_the_figures_are_those_of_the_runs_last_evaluation(kind: str, request: p
     assert re.search(rf"^token accuracy +{expected['token_accuracy']:.6f}$", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("format", ["text", "alpaca", "prompt_completion"])
+@pytest.mark.parametrize("format", ["text", "text apart", "alpaca", "prompt_completion"])
 def test_a_file_has_the_figures_that_eval_only_finds(
     format: str, text_run: Path, text_file: Path, tiny: list[str], folder: Path
 ) -> None:
-    file = text_file if format == "text" else write_exchanges(folder / f"{format}.jsonl", format)
+    file = text_file if format.startswith("text") else write_exchanges(folder / f"{format}.jsonl", format)
     more = ["data.sequence_length=128"] + ["data.packing=false"] * (format == "alpaca")
+    more += ["data.attend_across_documents=false"] * (format == "text apart")
     model = ["model.config=null", f"model.name_or_path={text_run}/final", "data.eval_fraction=0.05"]
     run = folder / f"eval-only-{format}"
     run_training(
@@ -437,6 +438,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "a checkpoint": (["CHAT/checkpoints/latest", "--data", "CHATS"], 2, "MODEL must be the folder of a model, got the checkpoint"),
     "an adapter without its base": (["HERE/no-base", "--data", "CHATS"], 2, "must be an existing folder or a Hub id"),
     "nothing to evaluate on": (["HERE/copy"], 2, "--data must name files to evaluate on, got none"),
+    "a mixture": (["HERE/mixture"], 2, "got none for the run of a mixture"),
     "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
     "other columns": (["CHAT", "--data", "HERE/columns.jsonl"], 3, "must have a column 'text', got 'question', 'answer'"),
     "no column of references": (["CHAT", "--data", "CHATS", "--generate", "--references-column", "gold"], 3, "chats.jsonl:1: must have a column 'gold'"),
@@ -466,6 +468,12 @@ def odd(chat_run: Path, adapter_run: Path, folder: Path) -> Path:
         shutil.copytree(chat_run / "final", here / name, ignore=shutil.ignore_patterns(files))
     shutil.copytree(chat_run, here / "no-final", ignore=shutil.ignore_patterns("final", "checkpoints"))
     shutil.copytree(adapter_run / "final", here / "no-base")
+    shutil.copytree(chat_run, here / "mixture", ignore=shutil.ignore_patterns("checkpoints"))
+    recipe = here / "mixture/config.yaml"
+    source = f"  source: mixture\n  mixture: [{{files: {folder}/chats.jsonl, weight: 1.0}}]\n"
+    text = re.sub(r"(?m)^  (source|mixture): .*\n", "", recipe.read_text())
+    text = re.sub(r"(?m)^  files:\n(  - .*\n)+", "  files: []\n", text)
+    recipe.write_text(text.replace("data:\n", f"data:\n{source}"))
     settings = here / "no-base/adapter_config.json"
     settings.write_text(settings.read_text().replace(str(chat_run), "/nowhere/of"))
     (here / "columns.jsonl").write_text('{"question": "a", "answer": "b"}\n')

@@ -58,6 +58,11 @@ class ScoredText:
     about: str = ""
     """For people."""
 
+    @property
+    def packs(self) -> bool:
+        """Whether rows hold several documents that must not see each other."""
+        return not self.rows.padded if isinstance(self.rows, PackedRows) else self.rows.end is not None
+
     def document_of(self, row_numbers: np.ndarray, batch: Batch) -> np.ndarray:
         """The document that each target of a batch belongs to, int64 [B, L]; anything where there is no target."""
         if isinstance(self.rows, PackedRows):
@@ -141,9 +146,10 @@ def _text(documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, con
     if len(tokens) < 2:
         raise DataError("data: the text must have at least one target, got none; add text")
     starts = np.cumsum([0, *(len(ids) for _, ids, _ in encoded)])
+    end = None if config.attend_across_documents else tokenizer.eos_token_id
     byte_counts[0] = 0  # the first token of all is no target
     return ScoredText(
-        Rows(tokens, config.sequence_length, byte_counts),
+        Rows(tokens, config.sequence_length, byte_counts, end),
         starts,
         np.array([int(counts.sum()) for counts in np.split(byte_counts.astype(np.int64), starts[1:-1])]),
         tuple(document.place or document.file for document, _, _ in encoded),

@@ -30,6 +30,16 @@ METRICS = {"exact_match": "ExactMatch", "bleu": "Bleu", "rouge": "Rouge"}
 BATCH_SIZE = 16
 LONGEST_ROW = 1024
 """Targets of a row where no recipe says it, in tokens, if the model reads as many."""
+OF_ROWS = (
+    "text_column",
+    "sequence_length",
+    "packing",
+    "attend_across_documents",
+    "train_on",
+    "max_lossy_share",
+    "skip_bad_rows",
+)
+"""What a recipe says of rows, whatever they are made of."""
 SETTLED = (
     "model.name_or_path",
     "model.config",
@@ -149,9 +159,15 @@ def recipe_of(request: Request) -> tuple[Config, bool]:
         )
     recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
     data: dict[str, Any] = dict(recipe.get("data", {})) | {"chat_template": None}  # the tokenizer has it
+    if not request.data and (data.get("mixture") or data.get("streaming")):
+        kind = "mixture" if data.get("mixture") else "stream"
+        raise ConfigError(
+            f"--data must name files to evaluate on, got none for the run of a {kind}; add its held-out files, or use train.py --eval-only"
+        )
     training = recipe.get("training", {})
     if request.data:
-        data |= {"source": "files", "files": list(request.data), "eval_files": [], "dataset": None, "format": None}
+        data = {key: data[key] for key in OF_ROWS if key in data}
+        data |= {"source": "files", "files": list(request.data)}
     if run is None and not any(override.startswith("data.sequence_length=") for override in request.overrides):
         data["sequence_length"] = _longest_row(model, request)
     rows = request.batch_size or training.get("micro_batch_size", BATCH_SIZE)
@@ -224,7 +240,6 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
 
     from acc_lm import runtime
     from acc_lm.optimizer import build_optimizer
-    from acc_lm.packing import PackedRows
     from acc_lm.scoring import build_scored_model, read_documents, score, write_rows
     from acc_lm.tokenizer import load_tokenizer
 
@@ -246,8 +261,7 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
         raise ConfigError(
             "--generate must have prompts, got plain text; leave it out, or give conversations or prompts with completions"
         )
-    packs = isinstance(text.rows, PackedRows) and not text.rows.padded
-    model = build_scored_model(accelerator, config.model, tokenizer, config.data.sequence_length, packs)
+    model = build_scored_model(accelerator, config.model, tokenizer, config.data.sequence_length, text.packs)
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
     share = math.ceil(len(text.rows) / accelerator.num_processes)
