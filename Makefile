@@ -48,6 +48,7 @@ chaos: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/loss_head.py
 	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/streaming.py docs/data.md
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'

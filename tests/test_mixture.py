@@ -25,6 +25,7 @@ from acc_lm.history import read
 from acc_lm.losses import IGNORE_INDEX
 from acc_lm.mixture import BLOCK, LARGEST_BLOCK, MixedOrder, MixedRows, shares
 from acc_lm.order import MicroBatches
+from acc_lm.recipe import load_config
 
 SIZES = (7, 40, 3)
 ORDER = MixedOrder(5, 50, 8, sizes=SIZES, counts=(3, 5, 2))
@@ -340,3 +341,13 @@ def test_a_mixture_beside_another_source_is_refused(tiny: list[str], files: dict
     assert "data.mixture must be empty for source files, got 1; set data.source to mixture" in finished.output
     finished = run_training([*tiny, "data.source=mixture", f"data.mixture={entry}"], expect=2)
     assert "data.files must be empty for source mixture" in finished.output
+
+
+def test_the_recipes_shown_in_the_docs_are_recipes(tmp_path: Path) -> None:
+    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    assert len(shown) == 2
+    for text in shown:
+        file = tmp_path / "shown.yaml"
+        rest = "" if "training:" in text else "training: {max_steps: 9}\nschedule: {warmup_steps: 0}\n"
+        file.write_text(text + rest + "model: {config: {model_type: gpt2, n_layer: 2}}\n")
+        load_config(file)

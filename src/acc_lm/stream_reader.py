@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 PAUSES = (1.0, 2.0, 4.0)
 """Seconds before a shard that could not be read is tried again; after the last it is given up."""
-BATCH_CHARACTERS = 1 << 18
-"""Characters that are encoded in one call: little enough that the first row is there soon."""
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 18, 1024
+"""Encoded in one call: little enough that the first row is there soon."""
 QUEUED_CHUNKS = 16
 HEADER = struct.Struct("<c6q")
 CHUNK, ERROR = b"C", b"E"
@@ -176,21 +176,18 @@ class Stream:
 
     def _tokens(self, start: Position) -> Iterator[list[tuple[Position, np.ndarray]]]:
         """(position of its first id, ids) of a few documents at a time, each with the end token, from `start` on."""
-        batch: list[tuple[Position, str]] = []
-        characters, offset = 0, start.offset
-        for position, text in self._documents(start):
-            batch.append((position, text))
-            characters += len(text)
-            if characters >= BATCH_CHARACTERS or len(batch) == 1024:
-                pieces = [pieces_of(text) for _, text in batch]
-                encoded = iter(self._encoder.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False))
-                done = []
-                for (position, _), own in zip(batch, pieces, strict=True):
-                    ids = [*chain.from_iterable(next(encoded).ids for _ in own), self._end]
-                    done.append((position._replace(offset=offset), np.array(ids[offset:], dtype=self._dtype)))
-                    offset = 0
-                yield done
-                batch, characters = [], 0
+        offset = start.offset
+        for batch, error in _in_batches(self._documents(start)):
+            pieces = [pieces_of(text) for _, text in batch]
+            encoded = iter(self._encoder.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False))
+            done = []
+            for (position, _), own in zip(batch, pieces, strict=True):
+                ids = [*chain.from_iterable(next(encoded).ids for _ in own), self._end]
+                done.append((position._replace(offset=offset), np.array(ids[offset:], dtype=self._dtype)))
+                offset = 0
+            yield done
+            if error is not None:
+                raise error
 
     def _rows(self, start: Position) -> Iterator[tuple[np.ndarray, Position]]:
         """(ids of a row [sequence_length + 1], position where the next one begins)."""
@@ -237,6 +234,25 @@ class Stream:
                 if number >= first_row:
                     yield block[place][0], state if number + 1 < after.row else after
             state = after
+
+
+def _in_batches(
+    documents: Iterator[tuple[Position, str]],
+) -> Iterator[tuple[list[tuple[Position, str]], Exception | None]]:
+    """A few documents at a time; what comes before an error comes with it, so that nothing which could be read is lost."""
+    batch: list[tuple[Position, str]] = []
+    characters = 0
+    while True:
+        try:
+            document = next(documents)
+        except Exception as error:
+            yield batch, error
+            return
+        batch.append(document)
+        characters += len(document[1])
+        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch, None
+            batch, characters = [], 0
 
 
 def read_streams(job: dict[str, Any]) -> Iterator[tuple[State, list[np.ndarray]]]:

@@ -1,0 +1,118 @@
+"""Tokens per second of both doors, beside the tokenizer's own speed, per second of CPU of all processes that take part.
+
+    python benchmarks/streaming.py [docs/data.md]
+
+A file is written into between its `<!-- streaming -->` lines. Text: the Python standard library's source in shards, and a
+byte-level BPE of 8,192 ids made from it; one thread per process. Goal: streams reach 0.8 of the tokenizer's own speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+import psutil
+import torch
+
+from acc_lm.config import DataConfig, TokenizerConfig
+from acc_lm.data import build_data, build_loader
+from acc_lm.order import MicroBatches
+from acc_lm.sources import python_stdlib_files
+from acc_lm.tokenizer import make_tokenizer, text_encoder
+
+NUM_SHARDS, NUM_STREAMS, LENGTH, BATCH, ROUNDS = 8, 4, 1024, 16, 5
+FORMATS = ("jsonl", "parquet")
+WARM_UP, STREAMED, FROM_DISK = 10, 200, 2000
+"""Steps: before the clock runs, of a stream, from disk."""
+MARK = "<!-- streaming -->\n"
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    texts = [text for file in python_stdlib_files() if (text := file.read_text("utf-8", "ignore")).strip()]
+    tokenizer = make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=8192), texts[::10])
+    with tempfile.TemporaryDirectory() as name:
+        write_shards(texts, Path(name))
+        table = measure(texts, tokenizer, Path(name))
+    print("\n".join(table))
+    for argument in arguments:
+        before, _, after = Path(argument).read_text().split(MARK)
+        Path(argument).write_text(before + MARK + "\n".join(table) + "\n" + MARK + after)
+
+
+def measure(texts: list[str], tokenizer: Any, folder: Path) -> list[str]:
+    """The table; every round measures each door once, so that a slow minute of the machine meets them all."""
+    encoder = text_encoder(tokenizer)
+    speeds: dict[str, list[float]] = {}
+
+    def encode() -> int:
+        return sum(len(e.ids) for e in encoder.encode_batch_fast(texts, add_special_tokens=False))
+
+    for _ in range(ROUNDS):
+        note(speeds, "the tokenizer alone", encode)
+        for suffix in FORMATS:
+            data = build(tokenizer, folder, suffix, streaming=True, num_streams=NUM_STREAMS)
+            order = data.order(0, BATCH)
+            with data.reading(order, 0, None, 0, 1):
+                read_steps(data, order, 1, WARM_UP)
+                note(speeds, f"streams of {suffix}", partial(read_steps, data, order, WARM_UP + 1, WARM_UP + STREAMED))
+        data = build(tokenizer, folder, "jsonl")
+        order = data.order(0, BATCH)
+        note(speeds, "rows on disk, once they are made", partial(read_steps, data, order, 1, FROM_DISK))
+    medians = {what: statistics.median(values) for what, values in speeds.items()}
+    alone = medians["the tokenizer alone"]
+    lines = ["| | million tokens per CPU second | of the tokenizer's own speed |", "|---|---|---|"]
+    lines += [f"| {what} | {speed / 1e6:.2f} | {speed / alone:.2f} |" for what, speed in medians.items()]
+    met = all(medians[f"streams of {suffix}"] >= 0.8 * alone for suffix in FORMATS)
+    return [
+        *lines,
+        "",
+        f"{len(texts):,} documents, rows of {LENGTH} tokens, median of {ROUNDS} rounds. Goal, 0.8 of the tokenizer's own speed: {'met' if met else 'NOT met'}.",
+    ]
+
+
+def note(speeds: dict[str, list[float]], what: str, count: Callable[[], int]) -> None:
+    before = cpu_seconds()
+    tokens = count()
+    speeds.setdefault(what, []).append(tokens / (cpu_seconds() - before))
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that read for it."""
+    me = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in [me, *me.children()])
+
+
+def write_shards(texts: list[str], folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    for number in range(NUM_SHARDS):
+        records = [{"text": text} for text in texts[number::NUM_SHARDS]]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / f"{number}.parquet")
+    (folder / "held-out.txt").write_text("held out " * 2000)
+
+
+def build(tokenizer: Any, folder: Path, suffix: str, **more: Any) -> Any:
+    values = {"source": "files", "files": str(folder / f"*.{suffix}"), "eval_files": str(folder / "held-out.txt")}
+    values |= {"sequence_length": LENGTH, "cache_dir": str(folder / "cache")}
+    return build_data(DataConfig.model_validate(values | more), TokenizerConfig(), tokenizer, 0, BATCH)
+
+
+def read_steps(data: Any, order: Any, first: int, last: int) -> int:
+    batches = MicroBatches(order, micro_batch_size=BATCH, process=0, num_processes=1, first_step=first, last_step=last)
+    return sum(batch["targets"].numel() for batch in build_loader(data.train, batches, 0, pin_memory=False))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
