@@ -321,6 +321,16 @@ def test_where_rounding_could_decide_a_prompt_is_answered_alone() -> None:
     assert asked == [0, 14, 1, *[1] * 14]
 
 
+def test_a_model_that_cannot_be_padded_answers_everything_alone() -> None:
+    def look_at_padding(model: Any) -> None:
+        forward = type(model).forward
+        model.forward = lambda **given: forward(model, **{**given, "attention_mask": None})
+
+    answers, one_by_one, asked = answers_in_batches("llama", (14,), look_at_padding)
+    assert answers == [one_by_one]
+    assert asked == [0, 14, 1, *[1] * 14]
+
+
 @pytest.mark.parametrize("name", ["exact_match", "bleu", "rouge"])
 def test_the_modules_are_ones_of_the_evaluate_library(name: str, tmp_path: Path) -> None:
     if name != "exact_match":
@@ -334,6 +344,8 @@ def test_the_modules_are_ones_of_the_evaluate_library(name: str, tmp_path: Path)
     worst = metric.compute(predictions=["dog", "dog"], references=references)
     assert set(best.values()) == ({100.0} if name == "bleu" else {1.0}) or best == pytest.approx({"bleu": 100})
     assert set(worst.values()) == {0.0}
+    if name == "exact_match":
+        assert metric.compute(predictions=[" a cat\n", "It rains"], references=references) == {"exact_match": 0.5}
 
 
 # --- other tools, the page -----------------------------------------------------------------------------------------
