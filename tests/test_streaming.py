@@ -465,6 +465,8 @@ def test_another_number_of_streams_is_another_recipe(streamed: list[str]) -> Non
     run_training([*streamed, "training.max_steps=2"])
     finished = run_training([*streamed, "data.num_streams=2"], expect=5)
     assert "data.num_streams was 4, is 2" in finished.output
+    finished = run_training([*streamed, "data.num_streams=2", "checkpoint.allow_changed_recipe=true"], expect=5)
+    assert "must stay what they were for 4 streams to go on" in finished.output
 
 
 def test_a_folder_of_empty_records_is_no_endless_loop(streamed: list[str], tmp_path: Path) -> None:

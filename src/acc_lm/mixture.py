@@ -56,6 +56,7 @@ class MixedOrder(RowOrder):
     counts: tuple[int, ...] = ()
     """Rows of each source in every block."""
     _kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
+    """By source, and under -1 and -2 the rows and sources of blocks: the newest two of each."""
 
     def rows_at(self, step: int) -> np.ndarray:
         place, end = self.places_after(step - 1), self.places_after(step)
@@ -83,9 +84,11 @@ class MixedOrder(RowOrder):
 
     def _sources(self, block: int) -> np.ndarray:
         """Source of each place of a block, int64 [block size]."""
-        places: np.ndarray = np.repeat(np.arange(len(self.counts)), self.counts)
-        sources: np.ndarray = places[other_permutation(self.seed, 1, block, sum(self.counts))]
-        return sources
+        kept = self._kept.setdefault(-2, {})
+        if block not in kept:
+            places = other_permutation(self.seed, 1, block, sum(self.counts))
+            _keep_two(kept, block, np.repeat(np.arange(len(self.counts)), self.counts)[places])
+        return kept[block]
 
     def _rows_of(self, source: int, place: int, count: int) -> np.ndarray:
         """Rows at `count` places of one source's endless sequence, numbered within the source."""

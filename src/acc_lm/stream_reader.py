@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import RawIOBase
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -278,6 +279,8 @@ def main() -> None:
     """Read a job from standard input and write its chunks to standard output, until nobody reads them."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group; the training decides what they mean
         signal.signal(number, signal.SIG_IGN)
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints is no chunk
     job = json.loads(sys.stdin.buffer.readline())
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -285,7 +288,7 @@ def main() -> None:
     if os.getppid() != job["parent"]:
         return
     chunks: queue.Queue[bytes | None] = queue.Queue(job["queued_chunks"])
-    writer = threading.Thread(target=_write, args=(chunks,), daemon=True)
+    writer = threading.Thread(target=_write, args=(chunks, out), daemon=True)
     writer.start()
     try:
         for state, rows in read_streams(job):
@@ -297,12 +300,12 @@ def main() -> None:
     writer.join()
 
 
-def _write(chunks: queue.Queue[bytes | None]) -> None:
-    with contextlib.suppress(BrokenPipeError), open(1, "wb", buffering=0) as out:
+def _write(chunks: queue.Queue[bytes | None], out: RawIOBase) -> None:
+    with contextlib.suppress(BrokenPipeError), out:
         while (chunk := chunks.get()) is not None:
             left = memoryview(chunk)
             while left:
-                left = left[out.write(left) :]
+                left = left[out.write(left) or 0 :]
         return
     os._exit(0)  # nobody reads any more
 

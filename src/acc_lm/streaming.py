@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from acc_lm.config import DataConfig
-from acc_lm.errors import DataError
+from acc_lm.errors import CheckpointError, DataError
 from acc_lm.order import StreamOrder
 from acc_lm.packing import apart
 from acc_lm.stream_reader import CHUNK, HEADER, QUEUED_CHUNKS, State, command
@@ -61,13 +61,24 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
 
         Args:
             saved: `states` of that step, of all processes; None: the streams are read from their beginning.
+
+        Raises:
+            CheckpointError: they are those of other streams.
         """
         share = order.global_batch_size // self.num_streams
         first_row = order.places_after(step) // self.num_streams
         own = np.array_split(np.arange(self.num_streams), num_processes)[process].tolist()
         size = self._config.shuffle_buffer or 1
         begin = State(first_row // size * size, State.unpack([0] * 6).position)
-        states = {stream: State.unpack(saved[str(stream)]) if saved else begin for stream in own}
+        states = dict.fromkeys(own, begin)
+        if saved is not None:
+            found = {int(stream): State.unpack(numbers) for stream, numbers in saved.items()}
+            if len(found) != self.num_streams or any(not s.row <= first_row < s.row + size for s in found.values()):
+                raise CheckpointError(
+                    f"data.num_streams, data.shuffle_buffer and training.global_batch_size must stay what they were for {len(found)} streams "
+                    "to go on, got others; put them back, or choose another output_dir"
+                )
+            states = {stream: found[stream] for stream in own}
         num_readers = min(max(self._config.num_workers, 1), len(own))
         job = self._job | {
             "config": self._config.model_dump(mode="json"), "dtype": self._dtype.name, "seed": self._seed,
@@ -143,7 +154,10 @@ class Reader:
     def __init__(self, job: dict[str, Any], shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
         self._shape, self._dtype = shape, dtype
         arguments, environment = command()
-        self._process = subprocess.Popen(arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # A session of its own: Ctrl-C on a terminal is for the training, which decides what it means.
+        self._process = subprocess.Popen(
+            arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdout
