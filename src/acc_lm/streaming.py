@@ -75,7 +75,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             found = {int(stream): State.unpack(numbers) for stream, numbers in saved.items()}
             if len(found) != self.num_streams or any(not s.row <= first_row < s.row + size for s in found.values()):
                 raise CheckpointError(
-                    f"data.num_streams, data.shuffle_buffer and training.global_batch_size must stay what they were for {len(found)} streams "
+                    f"data.num_streams and data.shuffle_buffer must stay what they were for {len(found)} streams "
                     "to go on, got others; put them back, or choose another output_dir"
                 )
             states = {stream: found[stream] for stream in own}
