@@ -1,0 +1,403 @@
+"""The token ring: every contender is a process of its own that trains when it is handed the token, and waits otherwise.
+
+    driver ──token──► ours ──► bare ──► Trainer ──► ... ──► ours again       one round; the next one starts one further
+
+A contender runs its own loop, whatever that is. It is stopped and timed from outside, by torch's global hook after an
+optimizer's step, so a step is all that happens from one update to the next: fetching, forward, backward, clipping, updating, logging.
+Before anything is timed, losses and gradient norms of the first steps must agree with those of the hand-written loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHECKED_STEPS = 5
+TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
+"""Largest relative difference of a loss or a gradient norm in the checked steps."""
+START_SECONDS = 300
+RESAMPLES = 2000
+
+
+class Done(BaseException):
+    """Leaves a contender's loop."""
+
+
+@dataclass
+class Gate:
+    """Counts the updates of this process and holds it between two rounds.
+
+    Args:
+        connection: to the driver, which sends a number of steps, or None to end.
+        first: the process that reports, of those that train together.
+    """
+
+    connection: Connection
+    base_memory: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    count: int = 0
+    until: int = CHECKED_STEPS
+    began: tuple[float, ...] = ()
+    events: list[Any] = field(default_factory=list)
+
+    def open(self) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        backward = torch.Tensor.backward
+
+        def noted(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+            if not tensor.is_meta:  # litgpt counts its operations on one
+                self.losses.append(float(tensor.detach()))
+            backward(tensor, *arguments, **keywords)
+
+        def norm(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # afterwards: Lightning goes backward inside of the step
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            parts = [torch.linalg.vector_norm(g.detach().double()) for g in gradients]
+            self.norms.append(float(torch.linalg.vector_norm(torch.stack(parts))))
+
+        torch.Tensor.backward = noted  # type: ignore[method-assign]
+        hook = register_optimizer_step_post_hook(norm)
+
+        def stop_checking() -> None:
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
+            hook.remove()
+
+        self._stop_checking = stop_checking
+        register_optimizer_step_post_hook(lambda *_: self.step_done())
+
+    def step_done(self) -> None:
+        self.count += 1
+        if self.count < self.until:
+            return
+        if self.count == CHECKED_STEPS:
+            self._stop_checking()
+            self.connection.send({"losses": self.losses, "norms": self.norms, "threads": _threads()})
+        else:
+            self.connection.send(self._elapsed())
+        steps = self.connection.recv()
+        if steps is None:
+            raise Done
+        self.until += steps
+        self.began = self._start()
+
+    def _start(self) -> tuple[float, ...]:
+        import torch
+
+        if torch.cuda.is_initialized():
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda.synchronize()
+            self.events[0].record()
+        return time.process_time(), time.perf_counter()
+
+    def _elapsed(self) -> dict[str, float]:
+        import torch
+
+        took: dict[str, float] = {}
+        if self.events:
+            self.events[1].record()
+            torch.cuda.synchronize()
+            took["gpu"] = self.events[0].elapsed_time(self.events[1]) / 1000
+            took["memory"] = torch.cuda.max_memory_allocated() / 2**20
+        took["cpu"], took["wall"] = time.process_time() - self.began[0], time.perf_counter() - self.began[1]
+        took.setdefault("memory", (_memory("VmHWM") - self.base_memory) / 2**20)
+        return took
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _memory(name: str) -> int:
+    """Bytes of this process, by the name that /proc gives them: VmRSS now, VmHWM at most."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Worker:
+    """A process that trains as `run` does, and reports through a gate."""
+
+    def __init__(self, name: str, run: Callable[[], None], folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.name, self.folder = name, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        mine, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            mine.close()
+            _live(run, Connection(theirs.detach()), folder, environment or {})
+        theirs.close()
+        self.connection = Connection(mine.detach())
+
+    def ask(self, steps: int) -> None:
+        with suppress(OSError):
+            self.connection.send(steps)
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """What it reports next; `{"failed": why}` if it died or is too late."""
+        try:
+            if not self.connection.poll(seconds):
+                return {"failed": f"no answer in {seconds:.0f} s"}
+            report: dict[str, Any] = self.connection.recv()
+            return report
+        except (EOFError, OSError):
+            return {"failed": f"died: {self.last_line()}"}
+
+    def last_line(self) -> str:
+        with suppress(OSError):
+            lines = (self.folder / "output").read_text(errors="replace").strip().splitlines()
+            return lines[-1][:300] if lines else ""
+        return ""
+
+    def end(self) -> None:
+        import signal
+
+        with suppress(OSError):
+            self.connection.send(None)
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            with suppress(ChildProcessError):
+                if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                    time.sleep(0.02)
+                    continue
+            break
+        else:
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        self.connection.close()
+
+
+def _live(run: Callable[[], None], connection: Connection, folder: Path, environment: dict[str, str]) -> None:
+    """The life of a forked process."""
+    code = 1
+    try:
+        gc.freeze()  # what was imported is looked at by no collection, in any contender
+        with (folder / "output").open("wb", buffering=0) as file, open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        os.environ |= environment
+        os.chdir(folder)
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
+        gate = Gate(connection, _memory("VmRSS"))
+        gate.open()
+        run()
+        connection.send({"failed": f"ended by itself after {gate.count} steps: {_last_output(folder)}"})
+    except Done:
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        with suppress(OSError):
+            connection.send({"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _last_output(folder: Path) -> str:
+    sys.stdout.flush()
+    lines = (folder / "output").read_text(errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else ""
+
+
+def in_a_process(work: Callable[[], Any], folder: Path, seconds: float = 300) -> Any:
+    """What `work` returns in a forked process of its own, so that nothing of it stays behind."""
+    sent: list[Any] = []
+
+    def run() -> None:
+        import multiprocessing.connection
+
+        sent.append(multiprocessing.connection)
+        connection.send({"result": work()})
+        raise Done
+
+    connection: Connection
+    mine, theirs = socket.socketpair()
+    connection = Connection(theirs.detach())
+    worker = Worker("process", run, folder)
+    connection.close()
+    answers = Connection(mine.detach())
+    try:
+        if not answers.poll(seconds):
+            raise RuntimeError(f"{folder.name}: {worker.last_line() or 'no answer'}")
+        return answers.recv()["result"]
+    except (EOFError, OSError):
+        raise RuntimeError(f"{folder.name}: {worker.last_line()}") from None
+    finally:
+        answers.close()
+        worker.end()
+
+
+# --- a race --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Race:
+    """What came out of one: samples of seconds per step, and who could not take part and why."""
+
+    samples: dict[str, list[dict[str, float]]]
+    failed: dict[str, str]
+    checks: dict[str, dict[str, float]]
+    """Largest relative difference to the reference in the checked steps, of losses and of gradient norms."""
+    started: dict[str, float]
+    """Wall seconds until the checked steps were done; contenders start at the same time."""
+
+    def values(self, contender: str, clock: str) -> list[float]:
+        return [sample[clock] for sample in self.samples.get(contender, [])]
+
+
+def race(
+    contenders: dict[str, Callable[[], None]], folder: Path, *, steps: int, rounds: int, reference: str,
+    tolerance: float, say: Callable[[str], None] = print, environments: dict[str, dict[str, str]] | None = None,
+    tolerances: dict[str, float] | None = None, together: int = 4,
+) -> Race:  # fmt: skip
+    """Let the contenders take turns, `rounds` times `steps` steps each.
+
+    Args:
+        contenders: name -> the loop, run in a process of its own.
+        reference: the contender whose losses and gradient norms are compared with.
+        tolerances: of single contenders.
+        together: so many start at the same time.
+    """
+    workers: dict[str, Worker] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    started: dict[str, float] = {}
+    names = list(contenders)
+    waiting: list[str] = []
+    for name in [*names, *[None] * together]:  # type: ignore[list-item]
+        if name is not None:
+            began = time.perf_counter()
+            place = folder / "".join(c if c.isalnum() else "-" for c in name)
+            workers[name] = Worker(name, contenders[name], place, (environments or {}).get(name))
+            started[name] = began
+            waiting.append(name)
+        if waiting and (name is None or len(waiting) >= together):
+            first = waiting.pop(0)
+            reports[first] = workers[first].answer(START_SECONDS)
+            started[first] = time.perf_counter() - started[first]
+    expected = reports.get(reference, {})
+    checks: dict[str, dict[str, float]] = {}
+    for name in names:
+        report = reports[name]
+        why = report.get("failed")
+        if why is None and "failed" not in expected:
+            checks[name] = {what: _difference(report[what], expected[what]) for what in ("losses", "norms")}
+            bound = (tolerances or {}).get(name, tolerance)
+            # A difference that is no number is no agreement either.
+            wrong = [f"{what} differ by {d:.1e}" for what, d in checks[name].items() if not d <= bound]
+            if wrong:
+                why = f"{' and '.join(wrong)} from {reference} in the first {CHECKED_STEPS} steps, allowed {bound:.0e}"
+        if why is not None:
+            failed[name] = why
+            workers.pop(name).end()
+    if reference in failed:
+        for worker in workers.values():
+            worker.end()
+        return Race({}, failed | {n: f"nothing to compare with: {failed[reference]}" for n in names if n not in failed}, checks, started)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    for round_ in range(-1, rounds):  # the first one warms up and does not count
+        order = list(workers)
+        shift = round_ % max(len(order), 1)
+        for name in order[shift:] + order[:shift]:
+            workers[name].ask(steps)
+            report = workers[name].answer(START_SECONDS)
+            if "failed" in report:
+                failed[name] = report["failed"]
+                workers.pop(name).end()
+                samples.pop(name)
+            elif round_ >= 0:
+                samples[name].append({k: v if k == "memory" else v / steps for k, v in report.items()})
+    for worker in workers.values():
+        worker.end()
+    for name, why in failed.items():
+        say(f"  {name}: failed, {why}")
+    return Race(samples, failed, checks, started)
+
+
+def _difference(values: Sequence[float], expected: Sequence[float]) -> float:
+    if len(values) != len(expected):
+        return float("nan")
+    a, b = np.array(values), np.array(expected)
+    return float(np.abs((a - b) / b).max())
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a number: `Goal("ratio", at_most=0.97)`."""
+
+    of: str = "ratio"
+    """Which number of the figure it bounds: its ratio, or its median."""
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def __str__(self) -> str:
+        bound = f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
+        return f"{self.of} {bound}"
+
+    def is_met(self, value: float | None) -> bool | None:
+        if value is None:
+            return None
+        return value <= self.at_most if self.at_most is not None else value >= (self.at_least or 0.0)
+
+
+def figure(
+    id: str, what: str, contender: str, *, ours: Sequence[float], theirs: Sequence[float] | None = None, unit: str,
+    goal: Goal | None = None, higher_is_better: bool = False, scale: float = 1.0, note: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """One row of the results: a contender's median, and ours over theirs with a 95 % interval.
+
+    Args:
+        ours, theirs: one sample per round; samples of one round belong together. Without `theirs` the median is ours.
+        scale: from samples to `unit`.
+    """
+    ratio = low = high = None
+    shown = ours if theirs is None else theirs
+    if theirs is not None:
+        ratio, low, high = ratio_of_medians(ours, theirs)
+    median = statistics.median(shown) * scale
+    value = ratio if goal is not None and goal.of == "ratio" else median
+    return {
+        "id": id, "what": what, "contender": contender, "median": median, "unit": unit, "ratio": ratio, "low": low, "high": high,
+        "goal": str(goal) if goal else None, "met": goal.is_met(value) if goal else None, "higher_is_better": higher_is_better, "note": note,
+    }  # fmt: skip
+
+
+def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """ours / theirs, and its bootstrap 95 % interval over rounds, which are drawn together where there are equally many."""
+    a, b = np.array(ours, dtype=float), np.array(theirs, dtype=float)
+    draw = np.random.default_rng(0)
+    rounds_a = draw.integers(0, len(a), (RESAMPLES, len(a)))
+    rounds_b = rounds_a if len(a) == len(b) else draw.integers(0, len(b), (RESAMPLES, len(b)))
+    ratios = np.median(a[rounds_a], axis=1) / np.median(b[rounds_b], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(np.median(a) / np.median(b)), float(low), float(high)
