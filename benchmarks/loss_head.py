@@ -19,7 +19,9 @@ POSITIONS, HIDDEN, VOCABULARY = 1024, 256, 50304
 ROUNDS, STEPS = 5, 3
 
 
-def measure(contender: str) -> dict[str, float]:
+def measure(
+    contender: str, num_positions: int = POSITIONS, hidden_size: int = HIDDEN, vocab_size: int = VOCABULARY
+) -> dict[str, float]:
     """CPU seconds of one forward and backward pass, and MB of memory above what the inputs take."""
     import torch
     from torch import nn
@@ -28,18 +30,18 @@ def measure(contender: str) -> dict[str, float]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    hidden = torch.randn(1, POSITIONS, HIDDEN, requires_grad=True)
-    head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-    targets = torch.randint(0, VOCABULARY, (1, POSITIONS))
+    hidden = torch.randn(1, num_positions, hidden_size, requires_grad=True)
+    head = nn.Linear(hidden_size, vocab_size, bias=False)
+    targets = torch.randint(0, vocab_size, (1, num_positions))
 
     def plain() -> torch.Tensor:
         logits = head(hidden).float()  # as transformers does it: whole logits, in fp32
-        return nn.functional.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1), reduction="sum")
+        return nn.functional.cross_entropy(logits.view(-1, vocab_size), targets.view(-1), reduction="sum")
 
     def step() -> float:
         hidden.grad = head.weight.grad = None
         loss = plain() if contender == "plain" else summed_loss(hidden, head.weight, None, targets)
-        (loss / POSITIONS).backward()
+        (loss / num_positions).backward()
         return loss.item()
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,20 +53,25 @@ def measure(contender: str) -> dict[str, float]:
     return {"seconds": (time.process_time() - start) / STEPS, "megabytes": extra / 1024, "loss": loss}
 
 
+def samples(rounds: int = ROUNDS, *sizes: int) -> dict[str, list[dict[str, float]]]:
+    """Of each contender, one a round; `sizes` are positions, hidden size and vocabulary."""
+    taken: dict[str, list[dict[str, float]]] = {"plain": [], "fused": []}
+    for _ in range(rounds):
+        for contender, mine in taken.items():
+            command = [sys.executable, __file__, contender, *map(str, sizes)]
+            mine.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    losses = {sample["loss"] for mine in taken.values() for sample in mine}
+    assert max(losses) - min(losses) < 1e-5 * max(losses), "both must compute the same loss"
+    return taken
+
+
 def main() -> None:
     if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
+        print(json.dumps(measure(sys.argv[1], *map(int, sys.argv[2:]))))
         return
-    samples: dict[str, list[dict[str, float]]] = {"plain": [], "fused": []}
-    for _ in range(ROUNDS):
-        for contender, taken in samples.items():
-            done = subprocess.run([sys.executable, __file__, contender], capture_output=True, text=True, check=True)
-            taken.append(json.loads(done.stdout))
-    losses = {sample["loss"] for taken in samples.values() for sample in taken}
-    assert max(losses) - min(losses) < 1e-5 * max(losses), "both must compute the same loss"
     medians = {
         name: {key: statistics.median(sample[key] for sample in taken) for key in ("seconds", "megabytes")}
-        for name, taken in samples.items()
+        for name, taken in samples().items()
     }
     for name, values in medians.items():
         print(f"{name:<6} {values['seconds']:.3f} s CPU   {values['megabytes']:.0f} MB extra")

@@ -86,7 +86,8 @@ class Gate:
             return
         if self.count == CHECKED_STEPS:
             self._stop_checking()
-            self.connection.send({"losses": self.losses, "norms": self.norms, "threads": _threads()})
+            # Backward passes before the first step, as ours makes one under DDP, are no steps.
+            self.connection.send({"losses": self.losses[-CHECKED_STEPS:], "norms": self.norms, "threads": _threads()})
         else:
             self.connection.send(self._elapsed())
         steps = self.connection.recv()
@@ -383,7 +384,7 @@ def figure(
     ratio = low = high = None
     shown = ours if theirs is None else theirs
     if theirs is not None:
-        ratio, low, high = ratio_of_medians(ours, theirs)
+        ratio, low, high = ratio_of_medians(ours, theirs) if statistics.median(theirs) else (None, None, None)
     median = statistics.median(shown) * scale
     value = ratio if goal is not None and goal.of == "ratio" else median
     return {

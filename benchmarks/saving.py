@@ -9,11 +9,13 @@ that is flushed to the disk, and behind the training at most 3 % of the steps' t
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,22 @@ training: {max_steps: 1000, global_batch_size: 4, micro_batch_size: 4}
 """
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Measured:
+    """Of one process, in seconds."""
+
+    num_bytes: int
+    times: dict[str, list[float]]
+    """One of each round: `raw`, a write of the same bytes flushed to the disk, and `save`."""
+    windows: dict[str, list[float]]
+    """Steps with no save among them, with one in front of the training, and with one behind it."""
+    held: dict[str, float]
+    """Seconds that the loop stood still in all windows."""
+
+
+def measure(rounds: int = ROUNDS, windows: int = WINDOWS, hidden_size: int = 384) -> Measured:
     import torch
 
-    from acc_lm.cli.parity import machine_line, replace_block
     from acc_lm.model import build_model
     from acc_lm.optimizer import build_optimizer
     from acc_lm.order import RowOrder
@@ -44,7 +58,7 @@ def main() -> None:
     from acc_lm.tokenizer import make_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="acc-lm-saving-"))
-    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "recipe.yaml").write_text(RECIPE.replace("384", str(hidden_size)))
     quiet_libraries()
 
     def config_of(*overrides: str) -> Any:
@@ -90,13 +104,11 @@ def main() -> None:
     def save() -> None:
         front.save(model, optimizer, progress, None)
 
-    times: dict[str, list[float]] = {"raw": [], "save": [], "load": []}
-    for _ in range(ROUNDS):
+    times: dict[str, list[float]] = {"raw": [], "save": []}
+    for _ in range(rounds):
         step()  # another folder each time
         times["raw"].append(timed(raw))
         times["save"].append(timed(save))
-    speed = {name: size / 2**20 / statistics.median(values) for name, values in times.items() if values}
-    ratio = statistics.median(r / s for r, s in zip(times["raw"], times["save"], strict=True))
 
     def window(saver: Saver | None) -> float:
         os.sync()
@@ -111,13 +123,27 @@ def main() -> None:
         return seconds
 
     contenders: dict[str, Saver | None] = {"no save": None, "in front": front, "behind": behind}
-    for saver in contenders.values():
-        window(saver)
     took: dict[str, list[float]] = {name: [] for name in contenders}
-    held = front.seconds_held, behind.seconds_held
-    for _ in range(WINDOWS):
+    held: dict[str, float] = {}
+    if windows:
+        for saver in contenders.values():
+            window(saver)
+        held = {"in front": front.seconds_held, "behind": behind.seconds_held}
+    for _ in range(windows):
         for name, saver in contenders.items():
             took[name].append(window(saver))
+    stood = {"in front": front.seconds_held, "behind": behind.seconds_held}
+    shutil.rmtree(folder)
+    return Measured(size, times, took, {name: stood[name] - before for name, before in held.items()})
+
+
+def main() -> None:
+    from acc_lm.cli.parity import machine_line, replace_block
+
+    measured = measure()
+    size, times, took = measured.num_bytes, measured.times, measured.windows
+    speed = {name: size / 2**20 / statistics.median(values) for name, values in times.items()}
+    ratio = statistics.median(r / s for r, s in zip(times["raw"], times["save"], strict=True))
     plain = statistics.median(took["no save"])
     lines = [
         "`python benchmarks/saving.py docs/reliability.md`:", "", machine_line(), "",
@@ -129,9 +155,9 @@ def main() -> None:
         "| save | seconds | above no save | the loop stands still for |", "|---|---|---|---|",
         f"| none | {plain:.2f} | | |",
     ]  # fmt: skip
-    for (name, values), stood in zip(list(took.items())[1:], (front.seconds_held - held[0], behind.seconds_held - held[1]), strict=True):  # fmt: skip
-        share = statistics.median(v / p for v, p in zip(values, took["no save"], strict=True)) - 1
-        lines.append(f"| {name} | {statistics.median(values):.2f} | {share:+.1%} | {stood / WINDOWS:.3f} s |")
+    for name, stood in measured.held.items():
+        share = statistics.median(v / p for v, p in zip(took[name], took["no save"], strict=True)) - 1
+        lines.append(f"| {name} | {statistics.median(took[name]):.2f} | {share:+.1%} | {stood / WINDOWS:.3f} s |")
     print("\n".join(lines))
     if len(sys.argv) > 1:
         replace_block(Path(sys.argv[1]), "saving", "\n".join(lines))

@@ -1,0 +1,704 @@
+"""The CPU suite: every figure of one machine in one run, beside every peer that is here.
+
+    BENCH_PEERS=~/peers python -m benchmarks.cpu [--only C1,C2] [--output benchmarks/results]
+
+BENCH_PEERS is a folder with the peers that are no packages: nanoGPT/, litgpt/ and transformers/ (of which only
+examples/pytorch/language-modeling is needed). One thread a process; time is CPU time of the process that trains, so that others on the
+machine disturb as little as they can. A run in which our own loop is not as fast as itself is void, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+import argparse
+import contextlib
+import importlib
+import json
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import contenders, report, ring
+from benchmarks.contenders import ROOT, Job
+from benchmarks.ring import Goal, Race, figure
+
+Figure = dict[str, Any]
+REFERENCE = "bare loop"
+BEST_GUESS = ("ours", "ours again")
+IMPORTED = (
+    "torch", "torch._dynamo", "accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "datasets",
+    "transformers.models.llama.modeling_llama", "lightning", "acc_lm.cli.outcome", "acc_lm.saving", "acc_lm.export", "acc_lm.tracking",
+    "acc_lm.model", "torch.distributed.fsdp", "matplotlib.pyplot", "deepspeed",
+)  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything; the second set is for trying the whole suite in half a minute."""
+
+    char: tuple[int, int, int, int, int] = (4, 4, 128, 64, 12)
+    """layers, heads, width, row length, batch: nanoGPT's example for a CPU"""
+    char_steps: int = 6
+    loop: tuple[int, int, int, int, int] = (2, 2, 16, 16, 2)
+    loop_steps: int = 120
+    tiny: tuple[int, int, int, int, int] = (4, 4, 256, 256, 4)
+    tiny_steps: int = 2
+    tiny_vocab: int = 4096
+    rounds: int = 9
+    few_rounds: int = 5
+    text_bytes: int = 4_000_000
+    tokens: int = 50_000_000
+    head: tuple[int, int, int] = (1024, 256, 50304)
+    save_width: int = 384
+    starts: int = 3
+    growth: bool = True
+    seen: int = 1_000_000
+
+
+TOY = Sizes(char=(1, 1, 16, 8, 2), char_steps=2, loop_steps=3, tiny=(1, 2, 16, 8, 2), tiny_steps=1, tiny_vocab=64, rounds=2, few_rounds=2,
+            text_bytes=30_000, tokens=60_000, head=(64, 8, 128), save_width=48, starts=1, growth=False, seen=1000)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What a run has found so far."""
+
+    sizes: Sizes
+    folder: Path
+    figures: list[Figure] = field(default_factory=list)
+    samples: dict[str, Any] = field(default_factory=dict)
+    races: dict[str, Any] = field(default_factory=dict)
+    void: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, *arguments: Any, **keywords: Any) -> None:
+        self.figures.append(figure(*arguments, **keywords))
+
+    def job(self, name: str, shape: tuple[int, int, int, int, int], vocab_size: int, num_steps: int, gpt2: bool) -> Job:
+        layers, heads, width, length, batch_size = shape
+        if gpt2:
+            model = {"model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": length,
+                     "activation_function": "gelu_pytorch_tanh", **NO_DROPOUT}  # fmt: skip
+        else:
+            model = {"model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width + width // 2 + width // 8,
+                     "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+                     "max_position_embeddings": length}  # fmt: skip
+        job = Job(name, self.folder / name, model, length, batch_size, vocab_size, num_steps)
+        digest = ring.in_a_process(job.prepare, job.folder / "prepare")
+        self.races[name] = {"tokens_xxh3": digest, "model": model, "length": length, "batch_size": batch_size}
+        return job
+
+    def race(self, job: Job, runs: dict[str, Callable[[], None]], absent: dict[str, str], **how: Any) -> Race:
+        race = ring.race(runs, job.folder / "runs", reference=REFERENCE, tolerance=ring.TOLERANCE["no"], **how)
+        noise, samples = None, (race.values("ours", "cpu"), race.values("ours again", "cpu"))
+        if all(samples):
+            noise = ring.ratio_of_medians(*samples)
+            if abs(noise[0] - 1) > 0.02:
+                self.void.append(f"{job.name}: ours took {noise[0]:.3f} of the time of ours, allowed 0.98 to 1.02")
+        else:
+            self.void.append(f"{job.name}: ours failed, {race.failed.get('ours') or race.failed.get('ours again')}")
+        self.races[job.name] |= {
+            "samples": race.samples, "checks": race.checks, "failed": race.failed, "absent": absent, "ours_over_ours": noise,
+            "seconds_to_checked": race.started,
+        }  # fmt: skip
+        return race
+
+
+def best_peer(race: Race, names: Iterator[str] | None = None) -> str:
+    peers = [name for name in names or race.samples if not name.startswith("ours")]
+    return min(peers, key=lambda name: statistics.median(race.values(name, "cpu")))
+
+
+# --- races ---------------------------------------------------------------------------------------------------------
+
+
+def c1_step(run: Run) -> None:
+    """A step of a small model: nanoGPT's example for a CPU."""
+    sizes = run.sizes
+    num_steps = ring.CHECKED_STEPS + sizes.char_steps * (sizes.rounds + 1) + 3
+    job = run.job("char", sizes.char, 65, num_steps, gpt2=True)
+    runs, absent = contenders.field(job)
+    race = run.race(job, runs, absent, steps=sizes.char_steps, rounds=sizes.rounds)
+    if "ours" not in race.samples:
+        return
+    best = best_peer(race)
+    ours = race.values("ours", "cpu")
+    for name in race.samples:
+        goal = Goal(at_most=0.97) if name == best else Goal(at_most=0.80) if name == "Trainer" else None
+        run.add("C1", "CPU time of a step, char shape", name, ours=ours, theirs=race.values(name, "cpu"), unit="ms", scale=1e3,
+                goal=goal, note="the best peer" if name == best else "")  # fmt: skip
+    flops, speed = step_flops(job), ring.in_a_process(matmul_speed, job.folder / "matmul")
+    reached = [flops / speed / seconds for seconds in ours]
+    run.add("C1", "of one core's fp32 matrix product, char shape", "limit", ours=reached, unit="of the limit",
+            goal=Goal("median", at_least=0.65), higher_is_better=True, note=f"{flops / 1e9:.2f} GFLOP a step at {speed / 1e9:.0f} GFLOP/s")  # fmt: skip
+
+
+def step_flops(job: Job) -> float:
+    """Of the matrix products, forward and backward, of attention's causal half twice: as its kernels on a CPU compute it."""
+    shape = job.model
+    width, layers = shape["n_embd"], shape["n_layer"]
+    weights = 12 * layers * width * width + job.vocab_size * width
+    return job.batch_size * job.length * (6.0 * weights + 12 * layers * width * job.length)
+
+
+def matmul_speed() -> float:
+    """Best of several products of 1024 x 1024, in FLOP per CPU second."""
+    import torch
+
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = 0.0
+    for _ in range(12):
+        began = time.process_time()
+        a @ b
+        best = max(best, 2 * 1024**3 / (time.process_time() - began))
+    return best
+
+
+def c2_overhead(run: Run) -> None:
+    """A step in which there is nothing to compute: what a loop costs."""
+    sizes = run.sizes
+    num_steps = ring.CHECKED_STEPS + sizes.loop_steps * (sizes.rounds + 1) + 3
+    job = run.job("loop", sizes.loop, 65, num_steps, gpt2=True)
+    runs, absent = contenders.field(job)
+    race = run.race(job, runs, absent, steps=sizes.loop_steps, rounds=sizes.rounds)
+    if "ours" not in race.samples:
+        return
+    ours = race.values("ours", "cpu")
+    for name in race.samples:
+        goal = Goal(at_most=1.0) if name.startswith(("Trainer", "Lightning")) else None
+        run.add("C2", "CPU time of a step with nothing to compute", name, ours=ours, theirs=race.values(name, "cpu"), unit="ms", scale=1e3,
+                goal=goal)  # fmt: skip
+    for name in [name for name in race.samples if name.startswith("bare")]:
+        above = [a - b for a, b in zip(ours, race.values(name, "cpu"), strict=True)]
+        goal = Goal("median", at_most=0.30) if name == "bare loop, tuned" else None
+        run.add("C2", f"ours above the {name}", name, ours=above, unit="ms", scale=1e3, goal=goal)
+
+
+def c3_precision_c10_memory(run: Run) -> None:
+    """A model with a vocabulary: fp32 beside bf16, and the memory of both."""
+    sizes = run.sizes
+    num_steps = ring.CHECKED_STEPS + sizes.tiny_steps * (sizes.few_rounds + 1) + 3
+    job = run.job("tiny-bpe", sizes.tiny, sizes.tiny_vocab, num_steps, gpt2=False)
+    runs, absent = contenders.field(job)
+    bf16: dict[str, Callable[[], None]] = {
+        "ours, bf16": lambda: contenders.ours(job, "training.mixed_precision=bf16"),
+        "bare loop, tuned, bf16": lambda: contenders.bare(job, precision="bf16"),
+        "Trainer, tuned, bf16": lambda: contenders.trainer(job, precision="bf16"),
+    }
+    race = run.race(job, runs | bf16, absent, steps=sizes.tiny_steps, rounds=sizes.few_rounds,
+                    tolerances=dict.fromkeys(bf16, ring.TOLERANCE["bf16"]))  # fmt: skip
+    if "ours" not in race.samples:
+        return
+    for name in race.samples:
+        mine = "ours, bf16" if "bf16" in name else "ours"
+        if mine in race.samples:
+            run.add("C3", f"CPU time of a step, tiny-bpe shape, {'bf16' if 'bf16' in name else 'fp32'}", name, ours=race.values(mine, "cpu"),
+                    theirs=race.values(name, "cpu"), unit="ms", scale=1e3)  # fmt: skip
+    if "ours, bf16" in race.samples:
+        has_units = any(word in Path("/proc/cpuinfo").read_text() for word in ("avx512_bf16", "amx_bf16"))
+        gain = [a / b for a, b in zip(race.values("ours", "cpu"), race.values("ours, bf16", "cpu"), strict=True)]
+        run.add("C3", "bf16 over fp32, ours", "ours", ours=gain, unit="x", goal=Goal("median", at_least=1.2) if has_units else None,
+                higher_is_better=True, note="" if has_units else "this CPU has no bf16 units")  # fmt: skip
+    fp32 = [name for name in race.samples if "bf16" not in name]
+    peers = [name for name in fp32 if not name.startswith("ours")]
+    least = min(peers, key=lambda name: max(race.values(name, "memory")))
+    for name in fp32:
+        run.add("C10", "peak memory above what was there before the model, tiny-bpe shape", name,
+                ours=[max(race.values("ours", "memory"))], theirs=[max(race.values(name, "memory"))], unit="MiB",
+                goal=Goal(at_most=1.0) if name == least else None, note="the best peer" if name == least else "")  # fmt: skip
+
+
+def c12_two_processes(run: Run) -> None:
+    """Two processes, connected by gloo, beside torch's own DDP."""
+    sizes = run.sizes
+    layers, heads, width, length, batch_size = sizes.char
+    num_steps = ring.CHECKED_STEPS + sizes.char_steps * (sizes.rounds + 1) + 3
+    job = run.job("ddp", (layers, heads, width, length, 2 * batch_size), 65, num_steps, gpt2=True)
+
+    def twice(work: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            port = free_port()
+            rank = 0
+            if os.fork() == 0:
+                rank = 1
+                die_with_parent()
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+            if rank:
+                follow()
+            work()
+
+        return both
+
+    runs: dict[str, Callable[[], None]] = {
+        "ours": twice(lambda: contenders.ours(job)),
+        REFERENCE: twice(lambda: contenders.bare(job, default=True, distributed=True)),
+        "bare loop, tuned": twice(lambda: contenders.bare(job, distributed=True)),
+        "ours again": twice(lambda: contenders.ours(job)),
+    }
+    race = run.race(job, runs, {}, steps=sizes.char_steps, rounds=sizes.rounds, together=1)
+    if "ours" not in race.samples:
+        return
+    for name in race.samples:
+        goal = Goal(at_most=1 / 0.97) if name == "bare loop, tuned" else None
+        run.add("C12", "CPU time of a step of one of two processes", name, ours=race.values("ours", "cpu"), theirs=race.values(name, "cpu"),
+                unit="ms", scale=1e3, goal=goal)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def follow() -> None:
+    """The second process waits for the first in its collectives, and reports nothing."""
+    ring.Gate.step_done = lambda self: None  # type: ignore[method-assign]
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def c4_tokenise_c6_kept(run: Run) -> None:
+    """From text to rows: how fast, and what is lost."""
+    folder = run.folder / "text"
+    folder.mkdir(parents=True)
+    length = 256
+    made = ring.in_a_process(lambda: make_text(folder, run.sizes.text_bytes), folder / "make")
+    rounds = 3
+    timed: dict[str, list[dict[str, float]]] = {"ours": [], "tokenizer alone": []}
+    works: dict[str, Callable[[], dict[str, float]]] = {
+        "ours": lambda: pack_with_ours(folder, length), "tokenizer alone": lambda: encode_alone(folder),
+    }  # fmt: skip
+    absent = {"nanoGPT": "its prepare.py downloads its text", "litgpt": "its TextFiles needs litdata"}
+    if contenders.peer_folder("transformers") is not None:
+        timed["run_clm_no_trainer"] = []
+        works["run_clm_no_trainer"] = lambda: pack_with_run_clm(folder, length)
+    else:
+        absent["run_clm_no_trainer"] = "no folder transformers in BENCH_PEERS"
+    failed: dict[str, str] = {}
+    for round_ in range(rounds):
+        for name, work in list(works.items()):
+            try:
+                timed[name].append(ring.in_a_process(work, folder / f"{name}-{round_}".replace(" ", "-")))
+            except RuntimeError as error:
+                failed[name] = str(error)
+                works.pop(name)
+                timed.pop(name)
+    run.samples["C4"] = {"text": made, "samples": timed, "absent": absent, "failed": failed}
+    if "ours" not in timed:
+        return
+    ours = [made["tokens"] / sample["seconds"] for sample in timed["ours"]]
+    for name, samples in timed.items():
+        goal = {"tokenizer alone": Goal(at_least=0.95), "run_clm_no_trainer": Goal(at_least=2.0)}.get(name)
+        run.add("C4", "tokens per CPU second from text to rows", name, ours=ours, theirs=[made["tokens"] / s["seconds"] for s in samples],
+                unit="thousand/s", scale=1e-3, goal=goal, higher_is_better=True)  # fmt: skip
+    for name, samples in timed.items():
+        if "kept" in samples[0]:
+            lost = made["tokens"] - samples[0]["kept"]
+            goal = Goal("median", at_most=length - 1) if name == "ours" else None
+            run.add("C6", f"tokens lost by cutting rows of {length}", name, ours=[lost], unit=f"of {made['tokens']:.0f}", goal=goal)
+
+
+def make_text(folder: Path, num_bytes: int) -> dict[str, float]:
+    """Files of the standard library, one a record, and a BPE made from some of them."""
+    from acc_lm.config import TokenizerConfig
+    from acc_lm.sources import python_stdlib_files
+    from acc_lm.tokenizer import make_tokenizer
+
+    texts: list[str] = []
+    size = 0
+    for file in python_stdlib_files():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if size < num_bytes and text.strip():
+            texts.append(text)
+            size += len(text.encode())
+    tokenizer = make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=4096), texts[: max(1, len(texts) // 8)])
+    tokenizer.model_max_length = 10**9
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "text.json").write_text(json.dumps([{"text": text} for text in texts]))
+    (folder / "held-out.json").write_text(json.dumps([{"text": texts[0][:2000]}]))
+    ids = tokenizer(texts)["input_ids"]
+    return {"tokens": float(sum(map(len, ids))), "documents": float(len(texts)), "bytes": float(size)}
+
+
+def pack_with_ours(folder: Path, length: int) -> dict[str, float]:
+    from transformers import AutoTokenizer
+
+    from acc_lm.config import DataConfig, TokenizerConfig
+    from acc_lm.data import build_data
+
+    config = DataConfig(source="files", files=(str(folder / "text.json"),), eval_files=(str(folder / "held-out.json"),),
+                        sequence_length=length, cache_dir=tempfile.mkdtemp(dir=folder))  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    began = time.process_time()
+    data = build_data(config, TokenizerConfig(), tokenizer, 0, 1)
+    seconds = time.process_time() - began
+    rows = np.arange(len(data.train))
+    # Every document has an end token more than its text; a split's first token is nobody's target.
+    kept = data.train.count_targets(rows) + 1 - data.facts.train_documents  # type: ignore[union-attr]
+    return {"seconds": seconds, "kept": float(kept)}
+
+
+def encode_alone(folder: Path) -> dict[str, float]:
+    from transformers import AutoTokenizer
+
+    texts = [record["text"] for record in json.loads((folder / "text.json").read_text())]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer").backend_tokenizer
+    began = time.process_time()
+    for start in range(0, len(texts), 100):
+        tokenizer.encode_batch_fast(texts[start : start + 100], add_special_tokens=False)
+    return {"seconds": time.process_time() - began}
+
+
+class Packed(BaseException):
+    """Leaves a script when its rows are made."""
+
+
+def pack_with_run_clm(folder: Path, length: int) -> dict[str, float]:
+    """Its own main() up to its loaders, with a clock around the two maps that it makes its rows with."""
+    import datasets
+    import torch
+
+    peer = contenders.peer_folder("transformers")
+    assert peer is not None
+    tiny_model(folder / "tokenizer")
+    took = {"seconds": 0.0, "kept": 0.0}
+    original = datasets.DatasetDict.map
+
+    def timed(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        began = time.process_time()
+        made = original(self, *arguments, **keywords)
+        took["seconds"] += time.process_time() - began
+        if "labels" in made["train"].column_names:
+            took["kept"] = float(len(made["train"]) * length)
+        return made
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Packed
+
+    datasets.DatasetDict.map = timed
+    torch.utils.data.DataLoader.__init__ = stop  # type: ignore[method-assign]
+    os.environ["HF_DATASETS_CACHE"] = datasets.config.HF_DATASETS_CACHE = tempfile.mkdtemp(dir=folder)
+    sys.argv = ["run_clm_no_trainer.py", "--train_file", str(folder / "text.json"), "--validation_file", str(folder / "held-out.json"),
+                "--model_name_or_path", str(folder / "tokenizer"), "--block_size", str(length)]  # fmt: skip
+    with contextlib.suppress(Packed):
+        contenders._run_script(contenders.run_clm_file(peer))
+    return took
+
+
+def tiny_model(folder: Path) -> None:
+    """The script wants a model beside its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    vocab_size = len(AutoTokenizer.from_pretrained(folder))
+    config = AutoConfig.for_model("gpt2", n_layer=1, n_head=1, n_embd=8, n_positions=512, vocab_size=vocab_size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def c5_loader(run: Run) -> None:
+    """From memory-mapped rows to batches."""
+    from benchmarks import loader
+
+    length, batch_size, rounds = min(loader.LENGTH, run.sizes.tokens // 64), loader.BATCH, run.sizes.few_rounds
+    steps = min(loader.STEPS, run.sizes.tokens // length // batch_size)
+    speeds = {"ours": ring.in_a_process(
+        lambda: loader.measure(run.sizes.tokens, length, batch_size, steps, rounds), run.folder / "loader")}  # fmt: skip
+    absent: dict[str, str] = {}
+    if contenders.peer_folder("nanoGPT") is not None:
+        speeds["nanoGPT"] = ring.in_a_process(
+            lambda: speed_of_get_batch(run, length, batch_size, max(1, steps // 20), rounds), run.folder / "get-batch"
+        )
+    else:
+        absent["nanoGPT"] = "no folder nanoGPT in BENCH_PEERS"
+    run.samples["C5"] = {"samples": speeds, "absent": absent}
+    for name, samples in speeds.items():
+        run.add("C5", "tokens per CPU second from the loader", name, ours=speeds["ours"], theirs=samples, unit="million/s", scale=1e-6,
+                goal=Goal(at_least=10.0) if name == "nanoGPT" else None, higher_is_better=True)  # fmt: skip
+    run.add("C5", "tokens per CPU second from the loader, ours", "goal", ours=speeds["ours"], unit="million/s", scale=1e-6,
+            goal=Goal("median", at_least=100.0), higher_is_better=True)  # fmt: skip
+
+
+def speed_of_get_batch(run: Run, length: int, batch_size: int, steps: int, rounds: int) -> list[float]:
+    """nanoGPT's own function, cut out of its train.py when that runs for the first time."""
+    folder = contenders.peer_folder("nanoGPT")
+    assert folder is not None
+    data = run.folder / "get-batch-data"
+    data.mkdir()
+    np.random.RandomState(0).randint(0, 50_000, run.sizes.tokens).astype(np.uint16).tofile(data / "train.bin")
+    import torch
+    from numpy import memmap
+
+    tree = __import__("ast").parse((folder / "train.py").read_text())
+    (function,) = [node for node in tree.body if getattr(node, "name", "") == "get_batch"]
+    names: dict[str, Any] = {"np": np, "os": os, "torch": torch, "data_dir": str(data), "block_size": length, "batch_size": batch_size,
+                             "device_type": "cpu", "device": "cpu"}  # fmt: skip
+    assert memmap is np.memmap
+    exec(compile(__import__("ast").Module([function], []), "train.py", "exec"), names)
+    speeds = []
+    for _ in range(rounds):
+        began = time.process_time()
+        count = sum(names["get_batch"]("train")[1].numel() for _ in range(steps))
+        speeds.append(count / (time.process_time() - began))
+    return speeds
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------
+
+
+def c7_loss_head(run: Run) -> None:
+    """The head and the loss, beside transformers' way."""
+    from benchmarks import loss_head
+
+    samples = loss_head.samples(3 if run.sizes.growth else 1, *run.sizes.head)
+    run.samples["C7"] = samples
+    for key, unit, goal in (("seconds", "s", 1.05), ("megabytes", "MB", 0.35)):
+        run.add("C7", f"loss head at V = {run.sizes.head[2]}, {'CPU time' if key == 'seconds' else 'memory'}", "transformers' way",
+                ours=[s[key] for s in samples["fused"]], theirs=[s[key] for s in samples["plain"]], unit=unit, goal=Goal(at_most=goal))  # fmt: skip
+
+
+def c8_saving(run: Run) -> None:
+    """A checkpoint, flushed to the disk, beside the same bytes written raw."""
+
+    def measure() -> dict[str, Any]:
+        from benchmarks import saving
+
+        measured = saving.measure(rounds=run.sizes.few_rounds, windows=0, hidden_size=run.sizes.save_width)
+        return {"bytes": measured.num_bytes, "times": measured.times}
+
+    measured = ring.in_a_process(measure, run.folder / "saving")
+    run.samples["C8"] = measured
+    speed = {name: [measured["bytes"] / 2**20 / seconds for seconds in values] for name, values in measured["times"].items()}
+    run.add("C8", "a checkpoint's speed beside a raw write and fsync", "raw write", ours=speed["save"], theirs=speed["raw"], unit="MiB/s",
+            goal=Goal(at_least=0.85), higher_is_better=True, note="what a save behind the training costs: docs/reliability.md")  # fmt: skip
+
+
+def c9_resume(run: Run) -> None:
+    """Up to the first batch, from the start and after a million of them."""
+
+    def measure() -> dict[str, list[float]]:
+        from acc_lm.data import Rows, build_loader
+        from acc_lm.order import MicroBatches, RowOrder, permutation
+
+        rows = Rows(np.zeros(min(run.sizes.tokens, 4_000_000), dtype=np.uint16), 64)
+        order = RowOrder(0, len(rows), 16)
+
+        def first_batch(step: int) -> float:
+            permutation.cache_clear()
+            began = time.process_time()
+            batches = MicroBatches(order, micro_batch_size=16, process=0, num_processes=1, first_step=step, last_step=step + 9)
+            next(iter(build_loader(rows, batches, 0, pin_memory=False)))
+            return time.process_time() - began
+
+        times: dict[str, list[float]] = {"start": [], "late": []}
+        for _ in range(25):
+            times["start"].append(first_batch(1))
+            times["late"].append(first_batch(run.sizes.seen))
+        return times
+
+    times = ring.in_a_process(measure, run.folder / "resume")
+    run.samples["C9"] = times
+    run.add("C9", f"time to the first batch after {run.sizes.seen:,} batches, beside after none", "ours at the start", ours=times["late"],
+            theirs=times["start"], unit="ms", scale=1e3, goal=Goal(at_most=1.1))  # fmt: skip
+
+
+FIRST_STEP = """
+import os, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+register_optimizer_step_post_hook(lambda *_: os._exit(0))
+"""
+
+
+def c11_start(run: Run) -> None:
+    """A fresh Python up to the end of the first step, its data tokenised already; and --help."""
+    job = run.job("start", run.sizes.loop, 65, 4, gpt2=True)
+    ring.in_a_process(lambda: warm_files(job), job.folder / "warm")
+    made = f"""
+from pathlib import Path
+from benchmarks.contenders import Job, lightning, ours, trainer
+job = Job({job.name!r}, Path({str(job.folder)!r}), {job.model!r}, {job.length}, {job.batch_size}, {job.vocab_size}, {job.num_steps})
+"""
+    arguments = ["--config", str(job.folder / "recipe.yaml"), "output_dir=run"]
+    train = f"import runpy\nsys.argv = {['train.py', *arguments]!r}\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    codes = {"ours": FIRST_STEP + train, "Trainer": FIRST_STEP + made + "trainer(job, default=True)"}
+    absent = {}
+    if contenders._has("lightning"):
+        codes["Lightning"] = FIRST_STEP + made + "lightning(job, default=True)"
+    else:
+        absent["Lightning"] = "not installed: pip install 'acc-lm[bench]'"
+    times: dict[str, list[float]] = {name: [] for name in codes} | {"--help": []}
+    walls: dict[str, list[float]] = {name: [] for name in times}
+    for round_ in range(run.sizes.starts):
+        for name in times:
+            command = [sys.executable, str(ROOT / "train.py"), "--help"] if name == "--help" else [sys.executable, "-c", codes[name]]
+            place = job.folder / f"{name}-{round_}"
+            place.mkdir()
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+            before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            walls[name].append(time.perf_counter() - began)
+    run.samples["C11"] = {"cpu": times, "wall": walls, "absent": absent}
+    for name in codes:
+        run.add("C11", "CPU time from a fresh Python to the end of the first step", name, ours=times["ours"], theirs=times[name], unit="s",
+                goal=Goal(at_most=0.7) if name == "Trainer" else None)  # fmt: skip
+    run.add("C11", "CPU time of train.py --help", "ours", ours=times["--help"], unit="s", goal=Goal("median", at_most=0.5))
+
+
+def warm_files(job: Job) -> None:
+    """Everything that is read comes from the page cache; ours finds its rows."""
+    for file in job.folder.rglob("*"):
+        if file.is_file():
+            file.read_bytes()
+
+
+def c13_growth(run: Run) -> None:
+    """How a step's time grows with tokens, width and row length, beside how its operations do."""
+    if not run.sizes.growth:
+        return
+    shapes = {  # width, layers, row length, batch
+        "tokens": [(256, 2, 128, b) for b in (1, 2, 4, 8, 16)],
+        "width": [(width, 2, 128, 4) for width in (64, 128, 256, 512)],
+        "row length": [(128, 2, length, 2048 // length) for length in (64, 256, 1024, 2048)],
+    }
+    for name, sizes in shapes.items():
+        times = ring.in_a_process(lambda sizes=sizes: grow(sizes), run.folder / f"growth-{name}".replace(" ", "-"))  # type: ignore[misc]
+        flops = [length * batch * (6.0 * (12 * layers * width**2 + 1024 * width) + 12 * layers * width * length)
+                 for width, layers, length, batch in sizes]  # fmt: skip
+        tokens = [length * batch for _, _, length, batch in sizes]
+        seconds = [min(samples) for samples in times]
+        run.samples[f"C13 {name}"] = {"shapes": sizes, "seconds": times, "flops": flops}
+        if name == "tokens":
+            slope = float(np.polyfit(np.log(tokens), np.log(seconds), 1)[0])
+            run.add("C13", "slope of a step's time over its tokens, log-log", "1", ours=[slope], theirs=[1.0], unit="", goal=Goal(at_most=1.05),
+                    note="1 is proportional")  # fmt: skip
+            run.add("C13", "the same, from below", "1", ours=[slope], theirs=[1.0], unit="", goal=Goal(at_least=0.95))
+        else:
+            slope = float(np.polyfit(np.log(flops), np.log(seconds), 1)[0])
+            run.add("C13", f"slope of a step's time over its operations, as {name} grows, log-log", "1", ours=[slope], theirs=[1.0], unit="",
+                    goal=Goal(at_most=1.15), note="1: as the operations do")  # fmt: skip
+
+
+def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
+    """CPU seconds of several steps at each of the shapes, which take turns."""
+    import torch
+
+    from acc_lm.model import build_model
+    from acc_lm.optimizer import build_optimizer
+    from acc_lm.recipe import load_config
+    from acc_lm.runtime import Gradients, build_accelerator, prepare, quiet_libraries
+    from acc_lm.step import train_step
+    from acc_lm.tokenizer import make_tokenizer
+
+    quiet_libraries()
+    steps = []
+    for width, layers, length, batch_size in shapes:
+        recipe = {
+            "model": {"config": {"model_type": "gpt2", "n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": length,
+                                 "vocab_size": 1024, "activation_function": "gelu_pytorch_tanh", **NO_DROPOUT}},
+            "tokenizer": {"kind": "byte"}, "data": {"source": "synthetic", "sequence_length": length}, "tracking": {"report_to": []},
+            "training": {"max_steps": 9, "global_batch_size": batch_size, "micro_batch_size": batch_size},
+        }  # fmt: skip
+        Path("recipe.yaml").write_text(json.dumps(recipe))
+        config = load_config("recipe.yaml", [])
+        accelerator = build_accelerator(config)
+        model = build_model(config.model, make_tokenizer(config.tokenizer, []), length, 0)[0]
+        model, optimizer = prepare(accelerator, model, build_optimizer(model, config.optimizer))
+        ids = torch.randint(0, 1024, (batch_size, length + 1), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:].contiguous()}
+        steps.append((accelerator, model, optimizer, batch, Gradients(accelerator, model), batch_size * length))
+    times: list[list[float]] = [[] for _ in shapes]
+    for number in range(1, 6):
+        for taken, (accelerator, model, optimizer, batch, gradients, count) in zip(times, steps, strict=True):
+            began = time.process_time()
+            train_step(accelerator, model, optimizer, [batch], step=number, seed=0, num_targets=count, max_grad_norm=1.0, gradients=gradients)
+            if number > 1:
+                taken.append(time.process_time() - began)
+    return times
+
+
+# --- all of it -----------------------------------------------------------------------------------------------------
+
+SUITE: dict[str, Callable[[Run], None]] = {
+    "C1": c1_step, "C2": c2_overhead, "C3": c3_precision_c10_memory, "C4": c4_tokenise_c6_kept, "C5": c5_loader, "C7": c7_loss_head,
+    "C8": c8_saving, "C9": c9_resume, "C11": c11_start, "C12": c12_two_processes, "C13": c13_growth,
+}  # fmt: skip
+
+
+def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
+    """Run it and write the results; returns the file."""
+    import torch
+
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    for name in IMPORTED:  # once, here, and not in every process that is forked
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    folder = Path(tempfile.mkdtemp(prefix="acc-lm-bench-"))
+    os.environ["ACC_LM_CACHE"] = str(folder / "cache")
+    run = Run(sizes, folder)
+    before = os.getloadavg()
+    failed: dict[str, str] = {}
+    try:
+        for name, work in SUITE.items():
+            if only and name not in only:
+                continue
+            started = time.monotonic()
+            try:
+                work(run)
+            except Exception as error:  # the others go on; what is missing stands in the table
+                failed[name] = f"{type(error).__name__}: {error}"
+            run.seconds[name] = time.monotonic() - started
+            print(f"{name}: {run.seconds[name]:.0f} s{', failed: ' + failed[name] if name in failed else ''}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result = {
+        **report.header("cpu"), "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": not only and sizes == Sizes(),
+        "load": {"before": before, "after": os.getloadavg()}, "seconds": time.monotonic() - began, "seconds_of": run.seconds,
+        "figures": run.figures, "races": run.races, "samples": run.samples,
+    }  # fmt: skip
+    file = report.write(result, output)
+    if run.void:
+        print("VOID: " + "; ".join(run.void) + " (make the machine quiet and start again)")
+    met = [row for row in run.figures if row["met"] is not None]
+    print(f"{file}: {sum(row['met'] for row in met)} of {len(met)} goals met, {time.monotonic() - began:.0f} s")
+    return file
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every figure of the CPU suite.")
+    parser.add_argument("--only", default="", help="ids, with commas between them")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to try whether everything runs")
+    parser.add_argument("--page", type=Path, help="docs/benchmarks.md, made from what was measured")
+    chosen = parser.parse_args()
+    suite(TOY if chosen.toy else Sizes(), [name for name in chosen.only.split(",") if name], chosen.output)
+    if chosen.page:
+        report.write_page(chosen.output, chosen.page)
+
+
+if __name__ == "__main__":
+    main()
