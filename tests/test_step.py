@@ -246,3 +246,52 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
         return unread
 
     assert run_everywhere(run, 1) == [[]]
+
+
+def test_the_random_state_of_a_step_is_the_one_of_torch_manual_seed() -> None:
+    from acc_lm.step import set_random_state
+
+    torch.manual_seed(123456789)
+    expected = torch.rand(5)
+    set_random_state(123456789, torch.device("cpu"))
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_a_step_looks_for_no_module_and_formats_no_stack() -> None:
+    """Accelerate would search the disk for an optimizer, and torch.manual_seed note down who called it; per step, 0.3 ms."""
+
+    def run() -> list[str]:
+        import sys
+        import traceback
+
+        from acc_lm.runtime import Gradients, build_accelerator
+        from acc_lm.step import train_step
+
+        accelerator = build_accelerator(make_config(12, 6))
+        model = make_model("llama", "float32")
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        rows, gradients, seen = RaggedRows(empty=set()), Gradients(accelerator, model), []
+
+        class Finder:
+            @staticmethod
+            def find_spec(name: str, *_: Any) -> None:
+                seen.append(name)
+
+        def step(number: int) -> None:
+            batches = [rows.__getitems__(list(range(6))), rows.__getitems__(list(range(6, 12)))]
+            train_step(accelerator, model, optimizer, batches, step=number, seed=0, num_targets=100, max_grad_norm=1.0,
+                       gradients=gradients)  # fmt: skip
+
+        step(1)  # what is imported on first use
+        format_stack = traceback.format_stack
+        sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+        traceback.format_stack = lambda *arguments: seen.append("format_stack") or format_stack(*arguments)  # type: ignore[assignment, func-returns-value]
+        step(2)
+        found = list(seen)
+        __import__("importlib").util.find_spec("no_such_module")
+        torch.manual_seed(0)
+        assert "no_such_module" in seen, "the trap must work"
+        assert "format_stack" in seen, "the trap must work"
+        return found
+
+    assert run_everywhere(run, 1) == [[]]

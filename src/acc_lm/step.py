@@ -58,7 +58,7 @@ def train_step(
     nll = torch.zeros((), device=accelerator.device)
     grad_norm = nll
     for i, batch in enumerate(micro_batches):
-        torch.manual_seed(_random_state(seed, step, i, accelerator.process_index))
+        set_random_state(_random_state(seed, step, i, accelerator.process_index), accelerator.device)
         with accelerator.accumulate(model):
             loss = model(**to_device(batch, accelerator.device))
             accelerator.backward(loss * scale)
@@ -72,6 +72,17 @@ def train_step(
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def set_random_state(state: int, device: torch.device) -> None:
+    """`torch.manual_seed` for the CPU and this device alone.
+
+    That one, for each kind of device that is not here, notes down the call with the whole Python stack: a tenth of a
+    millisecond, in every step.
+    """
+    torch.default_generator.manual_seed(state)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed_all(state)
 
 
 def _random_state(seed: int, step: int, micro_batch: int, process: int) -> int:

@@ -109,9 +109,9 @@ def gradient_norms(gradients: list[Tensor], device: torch.device) -> Tensor:
         return torch.stack([norm.to(kept) for norm in torch._foreach_norm(gradients, dtype=adds_in)])
     is_large = [g.numel() > PART_ELEMENTS and adds_in != kept for g in gradients]
     small = [g for g, large in zip(gradients, is_large, strict=True) if not large]
-    norms = iter(torch._foreach_norm(small, dtype=adds_in) if small else ())
+    norms = iter(torch.stack(torch._foreach_norm(small, dtype=adds_in)).to(kept).unbind() if small else ())
     return torch.stack(
-        [_norm_by_parts(g) if large else next(norms).to(kept) for g, large in zip(gradients, is_large, strict=True)]
+        [_norm_by_parts(g) if large else next(norms) for g, large in zip(gradients, is_large, strict=True)]
     )
 
 
@@ -119,6 +119,7 @@ def _norm_by_parts(gradient: Tensor) -> Tensor:
     flat = gradient.reshape(-1)
     end = flat.numel() // PART_ELEMENTS * PART_ELEMENTS
     parts = torch.linalg.vector_norm(flat[:end].view(-1, PART_ELEMENTS), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(flat[end:], dtype=torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts.double(), rest.double()[None]]))
+    if end < flat.numel():
+        parts = torch.cat([parts, torch.linalg.vector_norm(flat[end:], dtype=torch.float32)[None]])
+    norm: Tensor = torch.linalg.vector_norm(parts, dtype=torch.float64)
     return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from argparse import Namespace
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         comm_hook=DDPCommunicationHookType("no" if distributed.comm_hook == "none" else distributed.comm_hook),
         comm_state_option=distributed.comm_hook_arguments,
     )
+    # In every step Accelerate looks twice, in every folder of sys.path, for an optimizer that is none of ours.
+    sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds))
     if distributed.backend is not None and has_accelerator:
         group.backend = distributed.backend
