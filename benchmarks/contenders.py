@@ -71,7 +71,9 @@ class Job:
         num_rows = 1 + max(64, 2 * self.batch_size)
         alphabet = [chr(FIRST_CHARACTER + i) for i in range(self.vocab_size - 1)]
         # Every character once, so that the tokenizer knows it; one id, the end, is added behind the text.
-        ids = np.concatenate([np.arange(len(alphabet)), draw.zipf(1.3, num_rows * self.length + len(alphabet)) % len(alphabet)])
+        ids = np.concatenate(
+            [np.arange(len(alphabet)), draw.zipf(1.3, num_rows * self.length + len(alphabet)) % len(alphabet)]
+        )
         rest = (len(ids) + 1 - 1) % self.length
         ids = ids[: len(ids) - rest]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,9 @@ class Job:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         assert tokenizer is not None
         assert len(tokenizer) == self.vocab_size
-        scratch = config.model.model_copy(update={"name_or_path": None, "config": self.model | {"vocab_size": self.vocab_size}})
+        scratch = config.model.model_copy(
+            update={"name_or_path": None, "config": self.model | {"vocab_size": self.vocab_size}}
+        )
         model = build_model(scratch, tokenizer, self.length, SEED)[0]
         del model.forward
         model.save_pretrained(self.weights)
@@ -136,7 +140,9 @@ def one_id_a_character(alphabet: list[str]) -> Any:
 
     backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate([END_TOKEN, *alphabet])}, merges=[]))
     backend.add_special_tokens([END_TOKEN])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_TOKEN, bos_token=END_TOKEN, pad_token=END_TOKEN)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END_TOKEN, bos_token=END_TOKEN, pad_token=END_TOKEN
+    )
 
 
 def peer_folder(name: str) -> Path | None:
@@ -213,7 +219,9 @@ def batches(job: Job) -> Iterator[tuple[Any, Any]]:
         yield ids[:, :-1], ids[:, 1:]
 
 
-def bare(job: Job, default: bool = False, precision: str = "no", distributed: bool = False, device: str = "cpu") -> None:
+def bare(
+    job: Job, default: bool = False, precision: str = "no", distributed: bool = False, device: str = "cpu"
+) -> None:
     """What one writes by hand around a model of transformers; tuned: fused AdamW, no cache, the activation in one operation."""
     import torch
     from torch.nn import functional as F
@@ -224,7 +232,9 @@ def bare(job: Job, default: bool = False, precision: str = "no", distributed: bo
     if distributed:
         torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl")
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=not default)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if default else True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if default else True
+    )
     keywords = {} if default else {"use_cache": False}
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     share = slice(rank * job.batch_size // world, (rank + 1) * job.batch_size // world)
@@ -279,9 +289,20 @@ def lightning(job: Job, default: bool = False, precision: str = "no") -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if default else True)
+            return torch.optim.AdamW(
+                self.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if default else True
+            )
 
-    tuned = {} if default else {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    tuned = (
+        {}
+        if default
+        else {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+        }
+    )
     loader = torch.utils.data.DataLoader(InOrder(job, False), batch_size=job.batch_size)  # type: ignore[arg-type, var-annotated]
     L.Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu", devices=1, max_steps=job.num_steps, gradient_clip_val=MAX_GRAD_NORM,
@@ -362,7 +383,10 @@ def run_clm(job: Job, **more: Any) -> None:
         "lr_scheduler_type": "constant", "max_train_steps": job.num_steps, "num_train_epochs": 1, "seed": SEED,
     }  # fmt: skip
     os.environ["HF_DATASETS_CACHE"] = str(Path("datasets").resolve())
-    sys.argv = ["run_clm_no_trainer.py", *(word for key, value in (given | more).items() for word in (f"--{key}", str(value)))]
+    sys.argv = [
+        "run_clm_no_trainer.py",
+        *(word for key, value in (given | more).items() for word in (f"--{key}", str(value))),
+    ]
     _run_script(run_clm_file(folder))
 
 

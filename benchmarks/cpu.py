@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 
 import argparse
 import contextlib
@@ -319,7 +324,14 @@ def c4_tokenise_c6_kept(run: Run) -> None:
         if "kept" in samples[0]:
             lost = made["tokens"] - samples[0]["kept"]
             goal = Goal("median", at_most=length - 1) if name == "ours" else None
-            run.add("C6", f"tokens lost by cutting rows of {length}", name, ours=[lost], unit=f"of {made['tokens']:.0f}", goal=goal)
+            run.add(
+                "C6",
+                f"tokens lost by cutting rows of {length}",
+                name,
+                ours=[lost],
+                unit=f"of {made['tokens']:.0f}",
+                goal=goal,
+            )
 
 
 def make_text(folder: Path, num_bytes: int) -> dict[str, float]:
@@ -490,7 +502,9 @@ def c8_saving(run: Run) -> None:
 
     measured = ring.in_a_process(measure, run.folder / "saving")
     run.samples["C8"] = measured
-    speed = {name: [measured["bytes"] / 2**20 / seconds for seconds in values] for name, values in measured["times"].items()}
+    speed = {
+        name: [measured["bytes"] / 2**20 / seconds for seconds in values] for name, values in measured["times"].items()
+    }
     run.add("C8", "a checkpoint's speed beside a raw write and fsync", "raw write", ours=speed["save"], theirs=speed["raw"], unit="MiB/s",
             goal=Goal(at_least=0.85), higher_is_better=True, note="what a save behind the training costs: docs/reliability.md")  # fmt: skip
 
@@ -508,7 +522,9 @@ def c9_resume(run: Run) -> None:
         def first_batch(step: int) -> float:
             permutation.cache_clear()
             began = time.process_time()
-            batches = MicroBatches(order, micro_batch_size=16, process=0, num_processes=1, first_step=step, last_step=step + 9)
+            batches = MicroBatches(
+                order, micro_batch_size=16, process=0, num_processes=1, first_step=step, last_step=step + 9
+            )
             next(iter(build_loader(rows, batches, 0, pin_memory=False)))
             return time.process_time() - began
 
@@ -552,10 +568,16 @@ job = Job({job.name!r}, Path({str(job.folder)!r}), {job.model!r}, {job.length}, 
     walls: dict[str, list[float]] = {name: [] for name in times}
     for round_ in range(run.sizes.starts):
         for name in times:
-            command = [sys.executable, str(ROOT / "train.py"), "--help"] if name == "--help" else [sys.executable, "-c", codes[name]]
+            command = (
+                [sys.executable, str(ROOT / "train.py"), "--help"]
+                if name == "--help"
+                else [sys.executable, "-c", codes[name]]
+            )
             place = job.folder / f"{name}-{round_}"
             place.mkdir()
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+            environment = os.environ | {
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+            }
             before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
             subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -565,7 +587,9 @@ job = Job({job.name!r}, Path({str(job.folder)!r}), {job.model!r}, {job.length}, 
     for name in codes:
         run.add("C11", "CPU time from a fresh Python to the end of the first step", name, ours=times["ours"], theirs=times[name], unit="s",
                 goal=Goal(at_most=0.7) if name == "Trainer" else None)  # fmt: skip
-    run.add("C11", "CPU time of train.py --help", "ours", ours=times["--help"], unit="s", goal=Goal("median", at_most=0.5))
+    run.add(
+        "C11", "CPU time of train.py --help", "ours", ours=times["--help"], unit="s", goal=Goal("median", at_most=0.5)
+    )
 
 
 def warm_files(job: Job) -> None:
@@ -634,7 +658,17 @@ def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
     for number in range(1, 6):
         for taken, (accelerator, model, optimizer, batch, gradients, count) in zip(times, steps, strict=True):
             began = time.process_time()
-            train_step(accelerator, model, optimizer, [batch], step=number, seed=0, num_targets=count, max_grad_norm=1.0, gradients=gradients)
+            train_step(
+                accelerator,
+                model,
+                optimizer,
+                [batch],
+                step=number,
+                seed=0,
+                num_targets=count,
+                max_grad_norm=1.0,
+                gradients=gradients,
+            )
             if number > 1:
                 taken.append(time.process_time() - began)
     return times
@@ -672,7 +706,9 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
             except Exception as error:  # the others go on; what is missing stands in the table
                 failed[name] = f"{type(error).__name__}: {error}"
             run.seconds[name] = time.monotonic() - started
-            print(f"{name}: {run.seconds[name]:.0f} s{', failed: ' + failed[name] if name in failed else ''}", flush=True)
+            print(
+                f"{name}: {run.seconds[name]:.0f} s{', failed: ' + failed[name] if name in failed else ''}", flush=True
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {

@@ -20,7 +20,9 @@ from acc_lm.order import MicroBatches, RowOrder
 TOKENS, LENGTH, BATCH, STEPS, ROUNDS = 50_000_000, 1024, 16, 1000, 5
 
 
-def measure(tokens: int = TOKENS, length: int = LENGTH, batch_size: int = BATCH, steps: int = STEPS, rounds: int = ROUNDS) -> list[float]:
+def measure(
+    tokens: int = TOKENS, length: int = LENGTH, batch_size: int = BATCH, steps: int = STEPS, rounds: int = ROUNDS
+) -> list[float]:
     """Tokens per CPU second of each round."""
     torch.set_num_threads(1)
     speeds = []

@@ -1,6 +1,6 @@
 """Results of the suites -> one file each, and from the newest files the page docs/benchmarks.md.
 
-    python -m benchmarks.report docs/benchmarks.md
+python -m benchmarks.report docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def _rounded(value: Any) -> Any:
 
 def newest(folder: Path, kind: str) -> dict[str, Any] | None:
     """The last whole run of a suite; a void one only where there is no other."""
-    found = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{kind}-*.json"), key=lambda file: file.stat().st_mtime)]
+    found = [
+        json.loads(file.read_text())
+        for file in sorted(folder.glob(f"{kind}-*.json"), key=lambda file: file.stat().st_mtime)
+    ]
     ranked = sorted(found, key=lambda result: (result["complete"], not result["void"], result["date"]))
     return ranked[-1] if ranked else None
 
@@ -130,7 +133,11 @@ def write_page(folder: Path, page: Path) -> None:
 def section(result: dict[str, Any], command: str) -> list[str]:
     """The part of the page about one suite."""
     where = result["machine"]
-    name = where["gpu"]["name"] if "gpu" in where else f"{where['cores']} cores of {where['cpu']} ({', '.join(where['units'])})"
+    name = (
+        where["gpu"]["name"]
+        if "gpu" in where
+        else f"{where['cores']} cores of {where['cpu']} ({', '.join(where['units'])})"
+    )
     known = ", ".join(f"{package} {version}" for package, version in result["versions"].items() if version)
     lines = [
         f"`{command}`, {result['date']}, commit {result['commit']}{' with changes' if result['changed'] else ''}, {name}, {known}; load average "
@@ -140,10 +147,17 @@ def section(result: dict[str, Any], command: str) -> list[str]:
         lines += [f"**Void**: {'; '.join(result['void_because'])}.", ""]
     noise = {job: race["ours_over_ours"] for job, race in result["races"].items() if race.get("ours_over_ours")}
     if noise:
-        lines += ["Ours over ours: " + ", ".join(f"{job} {n[0]:.3f} ({n[1]:.3f} to {n[2]:.3f})" for job, n in noise.items()) + ".", ""]
+        lines += [
+            "Ours over ours: "
+            + ", ".join(f"{job} {n[0]:.3f} ({n[1]:.3f} to {n[2]:.3f})" for job, n in noise.items())
+            + ".",
+            "",
+        ]
     lines += ["| | figure | contender | median | ours / theirs | 95 % | goal | |", "|---|---|---|---|---|---|---|---|"]
     for row in result["figures"]:
-        interval = f"{row['low']:.3f} to {row['high']:.3f}" if row["ratio"] is not None and row["low"] != row["high"] else ""
+        interval = (
+            f"{row['low']:.3f} to {row['high']:.3f}" if row["ratio"] is not None and row["low"] != row["high"] else ""
+        )
         verdict = "" if row["met"] is None else "met" if row["met"] else "**not met**"
         note = f" ({row['note']})" if row["note"] else ""
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"

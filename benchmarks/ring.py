@@ -65,7 +65,9 @@ class Gate:
                 self.losses.append(float(tensor.detach()))
             backward(tensor, *arguments, **keywords)
 
-        def norm(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # afterwards: Lightning goes backward inside of the step
+        def norm(
+            optimizer: torch.optim.Optimizer, *_: Any
+        ) -> None:  # afterwards: Lightning goes backward inside of the step
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             parts = [torch.linalg.vector_norm(g.detach().double()) for g in gradients]
             self.norms.append(float(torch.linalg.vector_norm(torch.stack(parts))))
@@ -137,7 +139,9 @@ def _memory(name: str) -> int:
 class Worker:
     """A process that trains as `run` does, and reports through a gate."""
 
-    def __init__(self, name: str, run: Callable[[], None], folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, run: Callable[[], None], folder: Path, environment: dict[str, str] | None = None
+    ) -> None:
         self.name, self.folder = name, folder
         folder.mkdir(parents=True, exist_ok=True)
         mine, theirs = socket.socketpair()
@@ -321,7 +325,12 @@ def race(
     if reference in failed:
         for worker in workers.values():
             worker.end()
-        return Race({}, failed | {n: f"nothing to compare with: {failed[reference]}" for n in names if n not in failed}, checks, started)
+        return Race(
+            {},
+            failed | {n: f"nothing to compare with: {failed[reference]}" for n in names if n not in failed},
+            checks,
+            started,
+        )
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for round_ in range(-1, rounds):  # the first one warms up and does not count
         order = list(workers)
