@@ -45,9 +45,10 @@ chaos: .venv/installed
 	$(BIN)/python benchmarks/chaos.py docs/reliability.md
 	$(BIN)/python benchmarks/saving.py docs/reliability.md
 
+# docs/benchmarks.md, measured anew beside every peer that is here: Lightning and litgpt's requirements come with
+# pip install 'acc-lm[bench]'; nanoGPT/, litgpt/ and transformers/ are looked for in the folder BENCH_PEERS.
 bench: .venv/installed
-	$(BIN)/python benchmarks/loss_head.py
-	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python -m benchmarks.cpu --page docs/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py docs/data.md
 
 .venv/installed: pyproject.toml

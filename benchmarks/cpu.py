@@ -110,13 +110,9 @@ class Run:
 
     def race(self, job: Job, runs: dict[str, Callable[[], None]], absent: dict[str, str], **how: Any) -> Race:
         race = ring.race(runs, job.folder / "runs", reference=REFERENCE, tolerance=ring.TOLERANCE["no"], **how)
-        noise, samples = None, (race.values("ours", "cpu"), race.values("ours again", "cpu"))
-        if all(samples):
-            noise = ring.ratio_of_medians(*samples)
-            if abs(noise[0] - 1) > 0.02:
-                self.void.append(f"{job.name}: ours took {noise[0]:.3f} of the time of ours, allowed 0.98 to 1.02")
-        else:
-            self.void.append(f"{job.name}: ours failed, {race.failed.get('ours') or race.failed.get('ours again')}")
+        why, noise = ring.why_void(race, ring.NOISE["cpu"])
+        if why:
+            self.void.append(f"{job.name}: {why}")
         self.races[job.name] |= {
             "samples": race.samples, "checks": race.checks, "failed": race.failed, "absent": absent, "ours_over_ours": noise,
             "seconds_to_checked": race.started,

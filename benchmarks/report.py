@@ -25,7 +25,7 @@ WHY: dict[str, str] = {}
 def header(kind: str) -> dict[str, Any]:
     """What every file of results begins with."""
     return {
-        "schema": SCHEMA, "kind": kind, "date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
+        "schema": SCHEMA, "kind": kind, "date": f"{datetime.now(UTC):%Y-%m-%d}", "time": f"{datetime.now(UTC):%H:%M:%S}", "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
         "changed": bool(_git("status", "--porcelain", "--untracked-files=no")), "machine": machine(), "versions": versions(), "peers": peers(),
     }  # fmt: skip
 
@@ -102,11 +102,8 @@ def _rounded(value: Any) -> Any:
 
 def newest(folder: Path, kind: str) -> dict[str, Any] | None:
     """The last whole run of a suite; a void one only where there is no other."""
-    found = [
-        json.loads(file.read_text())
-        for file in sorted(folder.glob(f"{kind}-*.json"), key=lambda file: file.stat().st_mtime)
-    ]
-    ranked = sorted(found, key=lambda result: (result["complete"], not result["void"], result["date"]))
+    found = [json.loads(file.read_text()) for file in folder.glob(f"{kind}-*.json")]
+    ranked = sorted(found, key=lambda result: (result["complete"], not result["void"], result["date"], result["time"]))
     return ranked[-1] if ranked else None
 
 

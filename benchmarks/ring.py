@@ -28,6 +28,8 @@ import numpy as np
 CHECKED_STEPS = 5
 TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
 """Largest relative difference of a loss or a gradient norm in the checked steps."""
+NOISE = {"cpu": 0.02, "gpu": 0.01}
+"""How far ours may be from ours: more, and a run says nothing."""
 START_SECONDS = 300
 RESAMPLES = 2000
 
@@ -349,6 +351,17 @@ def race(
     for name, why in failed.items():
         say(f"  {name}: failed, {why}")
     return Race(samples, failed, checks, started)
+
+
+def why_void(race: Race, bound: float, clock: str = "cpu") -> tuple[str | None, tuple[float, float, float] | None]:
+    """Why this race says nothing, if it does not, and ours over ours with its interval."""
+    for name in ("ours", "ours again"):
+        if name in race.failed:
+            return f"{name} failed, {race.failed[name]}", None
+    noise = ratio_of_medians(race.values("ours", clock), race.values("ours again", clock))
+    if abs(noise[0] - 1) > bound:
+        return f"ours took {noise[0]:.3f} of the time of ours, allowed {1 - bound:g} to {1 + bound:g}", noise
+    return None, noise
 
 
 def _difference(values: Sequence[float], expected: Sequence[float]) -> float:

@@ -57,7 +57,11 @@ def make(config: Any, file: Path) -> tuple[Any, bool]:
     from acc_lm.model import build_model
     from acc_lm.tokenizer import make_tokenizer
 
-    packs = config.data.format not in (None, "text") or file.stem.startswith("chat") or not config.data.attend_across_documents
+    packs = (
+        config.data.format not in (None, "text")
+        or file.stem.startswith("chat")
+        or not config.data.attend_across_documents
+    )
     tokenizer = make_tokenizer(config.tokenizer, [])
     return build_model(config.model, tokenizer, LENGTH, 0, config.adapter, packs)[0], packs
 

@@ -1,0 +1,146 @@
+"""The benchmarks run, compare only what computes the same, and void what a noisy machine measured. No time is asserted here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT
+
+from benchmarks import contenders, cpu, report, ring
+from benchmarks.contenders import Job
+
+ROW = {"id", "what", "contender", "median", "unit", "ratio", "low", "high", "goal", "met", "higher_is_better", "note"}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    model = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 8,
+             "activation_function": "gelu_pytorch_tanh", **cpu.NO_DROPOUT}  # fmt: skip
+    job = Job("job", tmp_path_factory.mktemp("job"), model, 8, 2, 65, 40)
+    ring.in_a_process(job.prepare, job.folder / "prepare")
+    return job
+
+
+def race(job: Job, folder: Path, runs: dict[str, Any], **how: Any) -> ring.Race:
+    all_runs = {"bare loop": lambda: contenders.bare(job, default=True), **runs}
+    return ring.race(all_runs, folder, steps=2, rounds=2, reference="bare loop", tolerance=1e-4, **how)
+
+
+def test_a_small_suite_runs_and_its_page_says_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BENCH_PEERS", raising=False)
+    chosen = ["C1", "C4", "C5", "C9", "C12"]
+    file = cpu.suite(cpu.TOY, chosen, tmp_path)
+    result = json.loads(file.read_text())
+    assert file.name == f"cpu-{result['date']}-{result['commit']}.json"
+    assert result["failed"] == {}
+    assert (result["schema"], result["complete"]) == (1, False)
+    assert {row["id"] for row in result["figures"]} == {*chosen, "C6"}
+    assert all(set(row) == ROW for row in result["figures"])
+    char = result["races"]["char"]
+    assert char["failed"] == {}
+    assert {"ours", "bare loop", "bare loop, tuned", "Trainer", "Trainer, tuned", "ours again"} <= set(char["samples"])
+    assert all(len(samples) == cpu.TOY.rounds for samples in char["samples"].values())
+    assert max(max(check.values()) for check in char["checks"].values()) < 1e-4, "all compute the same"
+    assert {"nanoGPT", "run_clm_no_trainer"} <= set(char["absent"])
+    assert set(result["races"]["ddp"]["samples"]) == {"ours", "bare loop", "bare loop, tuned", "ours again"}
+    report.write_page(tmp_path, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("\n| C") == len(result["figures"])
+    assert "nanoGPT (char, absent): no folder nanoGPT in BENCH_PEERS" in page
+    assert ("**Void**" in page) == result["void"]
+
+
+def test_who_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, tmp_path: Path) -> None:
+    def other_rate() -> None:
+        contenders.LEARNING_RATE = 2e-3
+        contenders.bare(job)
+
+    def dies() -> None:
+        raise ValueError("no such thing")
+
+    def leaves() -> None:
+        job_of_six = Job(**{**vars(job), "num_steps": 6})
+        contenders.np.save(job.folder / "rows.npy", job_of_six.rows[:6])
+        contenders.bare(job_of_six)
+
+    whole = (job.folder / "rows.npy").read_bytes()
+    lines: list[str] = []
+    found = race(job, tmp_path, {"tuned": lambda: contenders.bare(job), "other rate": other_rate, "dies": dies, "leaves": leaves},
+                 say=lines.append, together=1)  # fmt: skip
+    (job.folder / "rows.npy").write_bytes(whole)
+    assert set(found.samples) == {"bare loop", "tuned"}
+    assert "losses differ by" in found.failed["other rate"]
+    assert found.failed["dies"] == "ValueError: no such thing"
+    assert found.failed["leaves"].startswith("ended by itself after 6 steps")
+    assert len(lines) == 3
+
+
+def test_ours_is_train_py_itself_with_the_batches_of_all(job: Job, tmp_path: Path) -> None:
+    found = race(job, tmp_path, {"ours": lambda: contenders.ours(job), "bf16": lambda: contenders.ours(job, "training.mixed_precision=bf16")},
+                 tolerances={"bf16": ring.TOLERANCE["bf16"]})  # fmt: skip
+    assert found.failed == {}
+    assert found.checks["ours"]["losses"] < 1e-5
+    assert found.checks["bf16"]["norms"] > found.checks["ours"]["norms"]
+    assert len(found.values("ours", "cpu")) == 2
+    log = (tmp_path / "ours/output").read_text()
+    assert log.startswith("strategy      single, 1 process"), "train.py says what it runs"
+
+
+def test_a_run_in_which_ours_is_not_as_fast_as_ours_is_void() -> None:
+    def timed(a: list[float], b: list[float]) -> ring.Race:
+        return ring.Race({"ours": [{"cpu": s} for s in a], "ours again": [{"cpu": s} for s in b]}, {}, {}, {})
+
+    why, noise = ring.why_void(timed([1.0, 1.01, 1.02], [1.0, 1.01, 1.02]), 0.02)
+    assert (why, noise) == (None, (1.0, 1.0, 1.0))
+    why, noise = ring.why_void(timed([1.1, 1.05, 1.06], [1.0, 1.01, 1.02]), 0.02)
+    assert why == "ours took 1.050 of the time of ours, allowed 0.98 to 1.02"
+    gone = ring.Race({"ours": [{"cpu": 1.0}]}, {"ours again": "died: Killed"}, {}, {})
+    assert ring.why_void(gone, 0.02) == ("ours again failed, died: Killed", None)
+
+
+def test_a_ratio_is_of_medians_with_an_interval_over_rounds() -> None:
+    ours, theirs = [1.0, 1.1, 0.9, 1.0, 5.0], [2.0, 2.2, 1.8, 2.0, 10.0]
+    ratio, low, high = ring.ratio_of_medians(ours, theirs)
+    assert (ratio, low, high) == (0.5, pytest.approx(0.5), pytest.approx(0.5)), "a slow round is slow for both"
+    ratio, low, high = ring.ratio_of_medians([1.0, 1.1, 0.9], [2.0, 2.0, 2.0])
+    assert low < ratio == 0.5 < high
+    row = ring.figure("X", "what", "peer", ours=ours, theirs=theirs, unit="ms", scale=1e3, goal=ring.Goal(at_most=0.97))
+    assert (row["median"], row["goal"], row["met"]) == (2000.0, "ratio at most 0.97", True)
+    row = ring.figure("X", "what", "ours", ours=ours, unit="s", goal=ring.Goal("median", at_least=2.0))
+    assert (row["median"], row["ratio"], row["met"]) == (1.0, None, False)
+
+
+def test_the_page_shows_the_newest_whole_run_and_a_void_one_only_alone(tmp_path: Path) -> None:
+    def put(commit: str, **values: Any) -> None:
+        result = {
+            "kind": "cpu",
+            "date": "2026-01-01",
+            "time": "00:00:00",
+            "commit": commit,
+            "complete": True,
+            "void": False,
+            **values,
+        }
+        report.write(result, tmp_path)
+
+    put("a", void=True)
+    assert report.newest(tmp_path, "cpu")["commit"] == "a"  # type: ignore[index]
+    put("b")
+    put("c", date="2026-01-02", complete=False)
+    put("d", date="2026-01-03", void=True)
+    assert report.newest(tmp_path, "cpu")["commit"] == "b"  # type: ignore[index]
+    put("e", time="00:00:01")
+    assert report.newest(tmp_path, "cpu")["commit"] == "e"  # type: ignore[index]
+    assert report.newest(tmp_path, "gpu") is None
+
+
+def test_the_page_is_made_from_the_results_that_are_committed(tmp_path: Path) -> None:
+    report.write_page(report.RESULTS, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (ROOT / "docs/benchmarks.md").read_text(), (
+        "python -m benchmarks.report docs/benchmarks.md"
+    )
