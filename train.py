@@ -38,17 +38,20 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.data import build_data, build_loader
     from acc_lm.divergence import Watch
     from acc_lm.dry_run import try_everything
+    from acc_lm.early_stopping import EarlyStopping
+    from acc_lm.epochs import Epochs
     from acc_lm.evaluation import Evaluation, evaluate_all
     from acc_lm.export import export_model
     from acc_lm.model import build_empty_model, build_model, check_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches
     from acc_lm.progress import Progress, is_due
-    from acc_lm.recipe import dump_config
+    from acc_lm.samples import write_samples
     from acc_lm.saving import Saver, check_disk_space
     from acc_lm.schedule import build_schedule
     from acc_lm.step import in_steps, train_step
-    from acc_lm.summary import write_json, write_summary
+    from acc_lm.summary import write_summary
+    from acc_lm.timetable import Timetable
     from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
 
@@ -81,6 +84,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
     order = data.order(config.seed, training.global_batch_size, lag)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
+    due = Timetable(config, order, num_steps)
     learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps, order.global_batch_size, lag)
 
     # Model and optimizer, spread over the hardware by `prepare`
@@ -105,14 +109,12 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
     if is_main and mode == Mode.TRAIN:
-        retention.set_aside(output_dir, found)
-        history.keep_until(output_dir, progress.step)
-        (output_dir / "config.yaml").write_text(dump_config(config))
-        data.tokenizer.save_pretrained(output_dir / "tokenizer")
-        write_json(output_dir / "environment.json", runtime.environment(identity))
+        resuming.begin(output_dir, found, progress.step, config, data.tokenizer, runtime.environment(identity))
+    best_metric = config.checkpoint.best_metric
+    early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
     tracking = Tracking(accelerator)
     if mode == Mode.TRAIN:
-        tracking.start(config, output_dir, num_steps)
+        tracking.start(config, output_dir, due.metrics)
     say(
         start_block(config, identity, model_facts, data, order, num_steps, tracking.description),
         *map(printable, notes),
@@ -131,42 +133,51 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     def evaluate_and_log() -> Evaluation:
         result = evaluate()
+        samples = write_samples(accelerator, model, data, config, progress.step, stop_request.check)
         if is_main:
             history.append(output_dir, progress.step, result.metrics())
-            history.draw(output_dir, output_dir.name)
-        tracking.log(progress.step, result.metrics())
+            history.draw(output_dir, output_dir.name, best_metric)
+        tracking.log(progress.step, {**result.metrics(), **samples})
         bar.show_evaluation(progress.step, result)
         return result
+
+    def report_epoch() -> None:
+        if metrics := epochs.end(progress.step, learning_rate_at(progress.step)):
+            if is_main:
+                history.append(output_dir, progress.step, metrics)
+            tracking.log(progress.step, metrics)
+            bar.show_epoch(metrics)
 
     if mode == Mode.EVAL_ONLY:
         evaluate_and_log()
         runtime.close(accelerator)
         return 0
 
-    # The loop
-    micro_batches = MicroBatches(
-        order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
-        num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=num_steps,
-        lengths=data.padded_lengths,
-    )  # fmt: skip
-    loader = build_loader(
-        data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
-    )
+    # A stop saves at once and leaves what was due to the run that goes on.
     runtime.warm_up(accelerator, model, data.train[0])
     gradients, pace = runtime.Gradients(accelerator, model), runtime.Pace(accelerator, model)
     watch = Watch(
         accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
         found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
     )  # fmt: skip
-    saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
+    epochs = Epochs(order, watch, output_dir, found.checkpoint)
+    if resumed_from:
+        if due.evaluates(progress.step):
+            known = runtime.on_main(accelerator, lambda: history.evaluation_at(output_dir, progress.step, best_metric))
+            early_stopping.count(progress.step, known or evaluate_and_log().metrics())
+        report_epoch()
 
-    # A stop saves at once and leaves an evaluation that was due to the run that goes on.
-    if (
-        resumed_from
-        and is_due(progress.step, training.eval_every, num_steps)
-        and not history.has_evaluation(output_dir, progress.step)
-    ):
-        evaluate_and_log()
+    # The loop
+    last_step = progress.step if early_stopping.reason else num_steps
+    micro_batches = MicroBatches(
+        order, micro_batch_size=micro_batch_size, process=accelerator.process_index,
+        num_processes=accelerator.num_processes, first_step=progress.step + 1, last_step=last_step,
+        lengths=data.padded_lengths,
+    )  # fmt: skip
+    loader = build_loader(
+        data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
+    )
+    saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
     result, stop = None, None
     started = logged = time.monotonic()
     logged_tokens = progress.tokens
@@ -197,7 +208,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             stop = None if request == SAVE else request
             result = None
 
-            if is_due(step, training.log_every, num_steps) or step == 1:
+            if due.logs(step):
                 loss = watch.look(step)
                 now = time.monotonic()
                 metrics = {
@@ -222,29 +233,26 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     bar.line(slow)
             pause = time.monotonic()
             peers.at(f"evaluating or saving after step {step}")
-            if is_due(step, training.eval_every, num_steps) and not stop:
+            if due.evaluates(step) and not stop:
                 try:
                     result = evaluate_and_log()
+                    early_stopping.count(step, result.metrics())
                 except Preempted:  # the run that goes on makes up for it
                     request = stop = stop_request.agreed()
-            if (
-                request
-                or is_due(step, config.checkpoint.every, num_steps)
-                or order.completes_epochs(step, config.checkpoint.every_epochs)
-                or (result and saver.is_among_best(result.held_out.loss))
-            ):
+            if result or not due.evaluates(step):
+                report_epoch()
+            measured = result.metrics() if result else None
+            if request or early_stopping.reason or due.saves(step) or (measured and saver.is_among_best(measured)):
                 watch.look(step)  # what has diverged is not saved
-                eval_loss = result.held_out.loss if result else None
-                saver.save(
-                    model, optimizer, progress, eval_loss, watch.recent_losses,
-                    streams=data.stream_states(), at_once=bool(request),
-                )  # fmt: skip
+                memory = watch.state | epochs.state | early_stopping.state
+                streams = data.stream_states()
+                saver.save(model, optimizer, progress, measured, memory, streams=streams, at_once=bool(request))
                 stop_request.done()
             for line in [*watch.news(), *saver.news(), *data.news()]:
                 bar.line(line)
             logged += time.monotonic() - pause  # evaluating and saving are no training time
             pace.start_step()
-            if stop:
+            if stop or early_stopping.reason:
                 break
     for line in saver.news():
         bar.line(line)
@@ -253,16 +261,14 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     # What came out
     peers.at("the export")
     facts: dict[str, Any] = {
-        "step": progress.step,
+        **progress.facts,
         "num_steps": num_steps,
-        "samples_seen": progress.samples_seen,
-        "tokens": progress.tokens,
         "tokens_per_second": (progress.tokens - first_tokens) / (time.monotonic() - started),
-        "ledger": progress.ledger,
         "sources": data.by_source(order, progress.samples_seen),
         "last_checkpoint": saver.newest,
         "seconds_held_by_saving": saver.seconds_held,
-        "best_checkpoint": retention.best_checkpoint(output_dir),
+        "best_checkpoint": retention.link_best(accelerator, output_dir, best_metric),
+        "best_evaluation": history.best(history.read(output_dir), best_metric),
         "resumed_from": resumed_from,
         "eval_files": data.facts.eval_files,
         "peak_memory_gb": runtime.gather_objects(accelerator, runtime.peak_memory_gb(accelerator.device)),
@@ -276,16 +282,19 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         return EXIT_PREEMPTED
     if resumed_from and progress.tokens == first_tokens:
         say(f"already complete: step {progress.step} of {num_steps}")
+    if early_stopping.reason:
+        say(early_stopping.reason)
+    step = progress.step
+    if config.exports_best and (best := resuming.load_best(accelerator, output_dir, best_metric, model, optimizer)):
+        result, step = None if best != step else result, best
+        say(f"final/ holds the weights of step {step}, the best by {best_metric}")
     if result is None:
         result = evaluate()
-    final = export_model(
-        accelerator, model, optimizer, data.tokenizer, config, data.facts, result.held_out, progress.step
-    )
+    final = export_model(accelerator, model, optimizer, data.tokenizer, config, data.facts, result.held_out, step)
     if is_main:
-        covers_all = result.held_out.num_targets == data.facts.eval_tokens - 1
-        compressed = data.facts.compressed_bits_per_byte if covers_all else {}
-        bits_per_byte = {"model": result.held_out.bits_per_byte, **compressed}
-        write_summary(output_dir, status="completed", exit_code=0, **facts, bits_per_byte=bits_per_byte, final=final)
+        bits_per_byte = data.facts.beside_compressors(result.held_out.bits_per_byte, result.held_out.num_targets)
+        facts |= {"exported_step": step, "bits_per_byte": bits_per_byte, "final": final}
+        write_summary(output_dir, status="completed", exit_code=0, reason=early_stopping.reason, **facts)
         print(closing_block(config, data, bits_per_byte, final))
     tracking.finish()
     runtime.close(accelerator)

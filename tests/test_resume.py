@@ -24,7 +24,7 @@ STEPS = 10
 DROPOUT_MODEL = (
     "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128}"  # dropout 0.1 by default
 )
-TIMED = ("train/tokens_per_second", "train/memory_gb")
+TIMED = ("train/tokens_per_second", "train/memory_gb", "epoch/seconds")
 
 
 @pytest.fixture(scope="module")

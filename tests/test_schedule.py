@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from processes import ROOT
 from transformers import get_scheduler
 
 from acc_lm.config import SCHEDULES, OptimizerConfig, ScheduleConfig
@@ -94,3 +98,27 @@ def test_after_a_changed_global_batch_the_rate_is_that_of_the_place(name: str) -
     assert [changed(step) for step in range(7, 25)] == [whole(step) for step in range(4, 22)]
     with pytest.raises(ConfigError, match=r"must be at most the run's 4\.5 steps"):
         build_schedule(config, optimizer, 6, 16, 24)
+
+
+def test_every_fragment_of_the_page_is_a_recipe(tmp_path: Path) -> None:
+    """docs/controls.md: each block laid over the quickstart, and each schedule for all of its steps."""
+    from ruamel.yaml import YAML
+
+    from acc_lm.recipe import load_config
+
+    page = (ROOT / "docs/controls.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 13
+    names = set()
+    for block in blocks:
+        values = YAML(typ="safe", pure=True).load((ROOT / "recipes/quickstart.yaml").read_text())
+        for section, keys in YAML(typ="safe", pure=True).load(block).items():
+            values[section] = keys if section == "schedule" else {**values.get(section, {}), **keys}
+        file = tmp_path / "recipe.yaml"
+        with file.open("w") as out:
+            YAML(typ="safe", pure=True).dump(values, out)
+        config = load_config(file)
+        rate = build_schedule(config.schedule, config.optimizer, 300, 32)
+        assert 0 < max(rate(step) for step in range(1, 301)) <= config.optimizer.learning_rate * 2**0.5
+        names.add(config.schedule.name)
+    assert {"linear", "warmup_stable_decay", "inverse_sqrt", "cosine"} <= names

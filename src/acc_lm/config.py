@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -370,8 +371,14 @@ class TrainingConfig(Section):
     """Period of the training log, in steps."""
     eval_every: PositiveInt | None = 100
     """Period of the evaluation, in steps; the last step is always evaluated."""
+    eval_every_epochs: PositiveFloat | None = None
+    """Period of the evaluation, in passes over the training rows, beside `eval_every`."""
     eval_batches: PositiveInt | None = None
     """Evaluate on this many batches of `global_batch_size` rows, of each set too; null: on all held-out rows."""
+    early_stopping_patience: PositiveInt | None = None
+    """The run ends after this many evaluations in a row that did not improve `checkpoint.best_metric`; null: never."""
+    early_stopping_min_improvement: Rate = 0.0
+    """What counts as one: better than the best by more than this, in the metric's own unit."""
     max_nonfinite_steps: PositiveInt = 3
     """The run ends at this many steps in a row whose gradient is not finite; such a step changes no weight."""
     on_spike: Literal["ignore", "warn", "rewind", "stop"] = "warn"
@@ -478,7 +485,9 @@ class CheckpointConfig(Section):
     keep_last: Annotated[int, Field(ge=2)] | None = 2
     """Newest checkpoints kept; at least 2, for the newest may be damaged; null: all."""
     keep_best: Count = 1
-    """Checkpoints kept for the lowest evaluation loss."""
+    """Checkpoints kept for the best evaluations, by `best_metric`."""
+    best_metric: str = "eval/loss"
+    """Which evaluation is best: the least eval/loss, eval/perplexity, eval/bits_per_byte, the highest eval/token_accuracy; or eval/<set>/loss, ..."""
     asynchronous: bool = False
     """Write behind the training, which waits only while its state is copied; needs memory of the host for that copy."""
     resume: str = "auto"
@@ -502,11 +511,17 @@ class TrackingConfig(Section):
     """Project in the tracker."""
     run_name: NameInTracker | None = None
     """Name in the tracker; null: the name of `output_dir`."""
+    sample_tokens: Count = 0
+    """At each evaluation continue each prompt by this many tokens, always the likeliest, in samples.jsonl and the trackers; 0: none."""
+    sample_prompts: Strings = ()
+    """What is continued: text, or what a user says in conversations; none: the first held-out text."""
 
 
 class ExportConfig(Section):
-    """The sample of text that ends the run."""
+    """What comes out: the model in final/, and the sample of text that ends the run."""
 
+    weights: Literal["last", "best"] | None = None
+    """Of final/: those of the last step or of the best checkpoint; null: the best with early stopping, else the last."""
     sample_prompt: str | None = None
     """Start of the sample; null: the first tokens of the held-out text."""
     sample_tokens: Count = 80
@@ -575,6 +590,16 @@ class Config(Section):
             self._base_can_be_found_again()
         if self.data.streaming:
             self._stream_needs_no_end()
+        self._best_is_known()
+        if self.tracking.sample_tokens >= self.data.sequence_length:
+            raise ValueError(
+                f"tracking.sample_tokens must be less than data.sequence_length {self.data.sequence_length}, "
+                f"got {self.tracking.sample_tokens}; lower it"
+            )
+        if self.tracking.sample_prompts and not self.tracking.sample_tokens:
+            raise ValueError(
+                f"tracking.sample_tokens must be at least 1 for {len(self.tracking.sample_prompts)} sample_prompts, got 0; raise it"
+            )
         return self
 
     def _stream_needs_no_end(self) -> None:
@@ -588,6 +613,7 @@ class Config(Section):
         for key, value in (
             ("training.num_epochs", self.training.num_epochs),
             ("checkpoint.every_epochs", self.checkpoint.every_epochs),
+            ("training.eval_every_epochs", self.training.eval_every_epochs),
         ):
             if value is not None:
                 raise ValueError(
@@ -597,6 +623,34 @@ class Config(Section):
             raise ValueError(
                 f"tokenizer.name_or_path must be an existing tokenizer for a stream, got none to make {self.tokenizer.kind} from; "
                 "name one, or set tokenizer.kind to byte"
+            )
+
+    @property
+    def exports_best(self) -> bool:
+        """Whether final/ holds the weights of the best checkpoint."""
+        return (self.export.weights or ("last" if self.training.early_stopping_patience is None else "best")) == "best"
+
+    @property
+    def evaluation_metrics(self) -> list[str]:
+        """The names of all that an evaluation measures."""
+        names = [*(source.title for source in self.data.mixture), *self.data.evaluation_sets]
+        places = ["eval", *(f"eval/{name}" for name in names)]
+        return [f"{place}/{metric}" for place in places for metric in EVALUATION_METRICS]
+
+    def _best_is_known(self) -> None:
+        metric, training = self.checkpoint.best_metric, self.training
+        if metric not in self.evaluation_metrics:
+            near = difflib.get_close_matches(metric, self.evaluation_metrics, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(self.evaluation_metrics)}"
+            raise ValueError(f"checkpoint.best_metric must be a metric of the evaluation, got {metric!r}; {hint}")
+        if training.early_stopping_patience and not training.eval_every and not training.eval_every_epochs:
+            raise ValueError(
+                "training.early_stopping_patience must be null without evaluations on the way, got "
+                f"{training.early_stopping_patience}; set training.eval_every or training.eval_every_epochs"
+            )
+        if self.exports_best and not self.checkpoint.keep_best:
+            raise ValueError(
+                "checkpoint.keep_best must be at least 1 where final/ gets the best weights, got 0; raise it, or set export.weights=last"
             )
 
     def _base_can_be_found_again(self) -> None:
@@ -630,7 +684,10 @@ NOT_LEARNED = (
     "training.find_micro_batch_size",
     "training.log_every",
     "training.eval_every",
+    "training.eval_every_epochs",
     "training.eval_batches",
+    "training.early_stopping_patience",
+    "training.early_stopping_min_improvement",
     "training.max_minutes",
     "training.max_nonfinite_steps",
     "training.deterministic",

@@ -143,6 +143,14 @@ class Bar:
                 f"accuracy {result.token_accuracy:.4f}  bits per byte {result.bits_per_byte:.4f}"
             )
 
+    def show_epoch(self, metrics: dict[str, float]) -> None:
+        """A line for a pass over the training rows."""
+        train, held_out = (metrics.get(f"epoch/{name}_loss", math.nan) for name in ("train", "eval"))
+        self.line(
+            f"epoch {metrics['epoch/number']:.0f}  train loss {train:.4f}  eval loss {held_out:.4f}  "
+            f"lr {metrics['epoch/learning_rate']:.2e}  {_duration(metrics['epoch/seconds'])}"
+        )
+
     def line(self, text: str) -> None:
         """A line that does not break the bar."""
         if self._enabled:

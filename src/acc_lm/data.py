@@ -157,6 +157,13 @@ class DataFacts:
         sizes = {"gzip": self.gzip_bytes, "xz": self.xz_bytes}
         return {name: 8 * size / self.eval_bytes for name, size in sizes.items() if size is not None}
 
+    def beside_compressors(self, bits_per_byte: float, num_targets: int) -> dict[str, float]:
+        """A model's score, beside the compressors' where it covers the same text."""
+        return {
+            "model": bits_per_byte,
+            **(self.compressed_bits_per_byte if num_targets == self.eval_tokens - 1 else {}),
+        }
+
 
 @dataclass(frozen=True)
 class SetFacts:
@@ -261,12 +268,15 @@ class Data:
         return np.concatenate(padded) if padded else None
 
     def sample_prompt(self) -> str:
+        return str(self.tokenizer.decode(self.prompt_ids()))
+
+    def prompt_ids(self) -> list[int]:
         """The start of the held-out text, up to the first place where something is to be said."""
         row = self.evaluation[0]
         length = 16
         if isinstance(self._parts[0], PackedRows):
             length = int((row["targets"][0] != IGNORE_INDEX).nonzero()[0, 0]) + 1
-        return str(self.tokenizer.decode(row["input_ids"][0, :length]))
+        return list(row["input_ids"][0, :length].tolist())
 
 
 def cache_folder(chosen: str | None = None) -> Path:

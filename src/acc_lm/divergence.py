@@ -36,7 +36,7 @@ class Watch:
 
     Args:
         num_skipped: steps that the run has left out so far.
-        recent_losses: what `recent_losses` was when the checkpoint was saved.
+        recent_losses: what `state` held when the checkpoint was saved.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class Watch:
     ) -> None:
         self.num_skipped = num_skipped
         """Steps that changed nothing: skipped, or rewound."""
+        self.sums = (0.0, 0)
+        """Summed loss and targets of all steps with a finite loss since somebody set it to 0; added one by one, in order."""
         self._accelerator, self._gradients, self._config = accelerator, gradients, config
         self._order, self._output_dir = order, output_dir
         self._unread: list[tuple[Tensor, int]] = []
@@ -64,9 +66,9 @@ class Watch:
         self._lines: list[str] = []
 
     @property
-    def recent_losses(self) -> list[float]:
+    def state(self) -> dict[str, list[float]]:
         """What the next loss is compared with; a checkpoint keeps it, so that a resumed run sees the same spikes."""
-        return list(self._recent)
+        return {"recent_losses": list(self._recent)}
 
     def news(self) -> list[str]:
         """A line for everything unusual since the last call."""
@@ -99,6 +101,9 @@ class Watch:
             return self._loss
         sums = self._accelerator.reduce(torch.stack([nll for nll, _ in self._unread]), reduction="sum").tolist()
         losses = [nll / max(num_targets, 1) for nll, (_, num_targets) in zip(sums, self._unread, strict=True)]
+        for nll, (_, num_targets) in zip(sums, self._unread, strict=True):
+            if math.isfinite(nll):
+                self.sums = (self.sums[0] + nll, self.sums[1] + num_targets)
         self._unread = []
         by_step = self._gradients.not_finite()
         if (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,19 @@ def pool(results: Sequence[EvaluationResult]) -> EvaluationResult:
     )
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Forward passes without dropout and gradients; afterwards the model is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        release_gathered(model)
+        model.train(was_training)
+
+
 def evaluate_rows(
     accelerator: Accelerator,
     model: nn.Module,
@@ -124,20 +138,14 @@ def evaluate_rows(
     device = accelerator.device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     sums = torch.zeros(4, dtype=dtype, device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for number, batch in enumerate(build_loader(rows, batches, 0, pin_memory=device.type == "cuda"), start=1):
-                nll, num_targets, num_correct = model(**to_device(batch, device))
-                sums[0] += nll
-                sums[1] += num_targets
-                sums[2] += num_correct
-                if number % PAUSE == 0:
-                    between()
-    finally:
-        release_gathered(model)
-        model.train(was_training)
+    with evaluating(model):
+        for number, batch in enumerate(build_loader(rows, batches, 0, pin_memory=device.type == "cuda"), start=1):
+            nll, num_targets, num_correct = model(**to_device(batch, device))
+            sums[0] += nll
+            sums[1] += num_targets
+            sums[2] += num_correct
+            if number % PAUSE == 0:
+                between()
     sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
     nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()
     return EvaluationResult(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 FILE = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 PICTURE = "training_curves.png"
 
 
@@ -18,10 +20,10 @@ def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
-def read(output_dir: Path) -> list[dict[str, Any]]:
+def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
     """All whole lines; a line that a killed process left half written is passed over."""
     try:
-        lines = (output_dir / FILE).read_text().splitlines()
+        lines = (output_dir / name).read_text().splitlines()
     except FileNotFoundError:
         return []
     entries = []
@@ -33,16 +35,55 @@ def read(output_dir: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def gain(metric: str, value: float) -> float:
+    """The value, turned so that more is better: of losses, perplexities and bits less is, of accuracies more."""
+    return value if metric.endswith("accuracy") else -value
+
+
+def best(entries: Iterable[dict[str, Any]], metric: str) -> dict[str, Any] | None:
+    """The first of the best values of a metric and its step; None when it was never measured."""
+    steps, values = series(entries, metric)
+    finite = [
+        (gain(metric, value), -step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)
+    ]
+    if not finite:
+        return None
+    _, minus_step, value = max(finite)
+    return {"metric": metric, "value": value, "step": -minus_step}
+
+
+def evaluation_at(output_dir: Path, step: int, metric: str) -> dict[str, float] | None:
+    """The evaluation at this step; None when none measured `metric`."""
+    found = [entry for entry in read(output_dir) if entry["step"] == step and metric in entry]
+    return found[-1] if found else None
+
+
+def epochs(entries: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
+    """The table of the passes over the training rows, by the names of its columns."""
+    names = ("number", "train_loss", "eval_loss", "learning_rate", "seconds")
+    return [
+        {"step": entry["step"], **{name: entry[f"epoch/{name}"] for name in names if f"epoch/{name}" in entry}}
+        for entry in entries
+        if "epoch/number" in entry
+    ]
+
+
 def keep_until(output_dir: Path, step: int) -> None:
     """Drop what was logged after `step`: the run goes on from there and will log it again."""
-    kept = [entry for entry in read(output_dir) if entry["step"] <= step]
-    temporary = output_dir / f".{FILE}"
-    temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-    os.replace(temporary, output_dir / FILE)
+    _write(output_dir, FILE, [entry for entry in read(output_dir) if entry["step"] <= step])
+    if (output_dir / SAMPLES).exists():
+        _write(output_dir, SAMPLES, [entry for entry in read(output_dir, SAMPLES) if entry["step"] <= step])
 
 
-def has_evaluation(output_dir: Path, step: int) -> bool:
-    return any(entry["step"] == step and "eval/loss" in entry for entry in read(output_dir))
+def replace_samples(output_dir: Path, step: int, samples: list[dict[str, Any]]) -> None:
+    """Note what was written at this step, once: a run that was killed behind it comes here again."""
+    _write(output_dir, SAMPLES, [entry for entry in read(output_dir, SAMPLES) if entry["step"] != step] + samples)
+
+
+def _write(output_dir: Path, name: str, entries: list[dict[str, Any]]) -> None:
+    temporary = output_dir / f".{name}"
+    temporary.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    os.replace(temporary, output_dir / name)
 
 
 def series(entries: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -51,13 +92,19 @@ def series(entries: Iterable[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def sets(entries: Iterable[dict[str, Any]]) -> list[str]:
+    """Names of the evaluation sets, in the order of their first evaluation."""
+    parts = (name.split("/") for entry in entries for name in entry)
+    return list(dict.fromkeys(part[1] for part in parts if part[0] == "eval" and len(part) == 3))
+
+
 def smooth(values: list[float], window: int) -> list[float]:
     """Mean of the last `window` values at each place."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def draw(output_dir: Path, title: str) -> None:
-    """Draw `training_curves.png`: training loss, evaluation loss with the best marked, learning rate."""
+def draw(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
+    """Draw `training_curves.png`: training loss, evaluation losses with the best evaluation marked, learning rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,16 +122,20 @@ def draw(output_dir: Path, title: str) -> None:
     train.set(title="Training loss", ylabel="nats per target")
     eval_steps, eval_losses = series(entries, "eval/loss")
     evaluation.plot(eval_steps, eval_losses, color="tab:orange", marker="o", markersize=4, label="held-out text")
-    if eval_losses:
-        best = min(range(len(eval_losses)), key=eval_losses.__getitem__)
-        evaluation.axhline(eval_losses[best], color="tab:green", linestyle="--", linewidth=1)
+    for name in sets(entries):
+        evaluation.plot(*series(entries, f"eval/{name}/loss"), marker=".", linewidth=1, alpha=0.7, label=name)
+    found = best(entries, best_metric)
+    if found and found["step"] in eval_steps:
+        height = eval_losses[eval_steps.index(found["step"])]
+        what = "best" if best_metric == "eval/loss" else f"best {best_metric.removeprefix('eval/')}"
+        evaluation.axhline(height, color="tab:green", linestyle="--", linewidth=1)
         evaluation.plot(
-            eval_steps[best],
-            eval_losses[best],
+            found["step"],
+            height,
             "*",
             color="tab:green",
             markersize=14,
-            label=f"best {eval_losses[best]:.4f} at step {eval_steps[best]}",
+            label=f"{what} {found['value']:.4f} at step {found['step']}",
         )
     evaluation.set(title="Evaluation loss", ylabel="nats per target")
     rate_steps, rates = series(entries, "train/learning_rate")

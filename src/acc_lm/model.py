@@ -83,13 +83,16 @@ def _fused_forward(
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
     by_position: bool = False,
+    last: Tensor | None = None,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids)
-    if targets is None:
+    if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given, **keywords)
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **given)[0]
-    return model.get_output_embeddings()(hidden, targets, by_position)
+    if last is None:
+        return model.get_output_embeddings()(hidden, targets, by_position)
+    return model.get_output_embeddings()(_at(hidden, last)).argmax(dim=-1)
 
 
 def _logits_forward(
@@ -99,16 +102,25 @@ def _logits_forward(
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
     by_position: bool = False,
+    last: Tensor | None = None,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids) | keywords
-    if targets is None:
+    if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given)
     output = type(model).forward(model, input_ids=input_ids, **{"use_cache": False, **given})
+    if last is not None:
+        return _at(output.logits, last).argmax(dim=-1)
+    assert targets is not None
     if by_position:
         return losses_of_logits(output.logits, targets)
     sums: LossSums = sums_of_logits(output.logits, targets)
     return sums.nll if model.training else sums
+
+
+def _at(values_BLX: Tensor, last_B: Tensor) -> Tensor:
+    """One position of each row, [B, X]: the one behind which the likeliest id is asked for."""
+    return values_BLX[torch.arange(len(last_B), device=last_B.device), last_B]
 
 
 def _documents(model: Any, position_ids: Tensor | None, document_ids: Tensor | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,10 @@ class Progress:
     def lag(self, global_batch_size: int) -> int:
         """Places by which this is behind a run that had that global batch size from the start; 0 unless it was changed."""
         return self.step * global_batch_size - self.samples_seen
+
+    @property
+    def facts(self) -> dict[str, int | str]:
+        return asdict(self)
 
     def advance(self, rows: np.ndarray, num_targets: int) -> Progress:
         """After one more step over these rows."""

@@ -84,7 +84,11 @@ FOREIGN_NAMES = {
     "checkpointing_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
     "save_top_k": "checkpoint.keep_best",
-    "load_best_model_at_end": "checkpoint.keep_best",
+    "load_best_model_at_end": "export.weights (best)",
+    "metric_for_best_model": "checkpoint.best_metric",
+    "greater_is_better": "checkpoint.best_metric (its direction is known)",
+    "early_stopping_threshold": "training.early_stopping_min_improvement",
+    "early_stop_patience": "training.early_stopping_patience",
     "resume_from_checkpoint": "checkpoint.resume",
     "ckpt_path": "checkpoint.resume",
     "overwrite_output_dir": "checkpoint.resume",
@@ -133,7 +137,7 @@ FOREIGN_NAMES = {
     "peft_use_rslora": "adapter.use_rslora",
     "freeze_parameters": "model.freeze",
 }
-MAY_HAVE_LINES = ("export.sample_prompt",)
+MAY_HAVE_LINES = ("export.sample_prompt", "tracking.sample_prompts")
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -10,13 +10,26 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from acc_lm import history
 from acc_lm.checkpoint import load_checkpoint
 from acc_lm.config import CheckpointConfig, Config, learned_changes
 from acc_lm.errors import CheckpointError, DivergedError
-from acc_lm.retention import Checkpoint, find_checkpoint
+from acc_lm.recipe import dump_config
+from acc_lm.retention import (
+    Checkpoint,
+    Found,
+    best_checkpoint,
+    find_checkpoint,
+    open_checkpoint,
+    problem_with,
+    set_aside,
+)
+from acc_lm.runtime import on_main
+from acc_lm.summary import write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, num_processes: int) -> list[str]:
@@ -89,6 +102,28 @@ def _with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
 def _next_name(output_dir: str) -> str:
     stem, dash, number = output_dir.rpartition("-")
     return f"{stem}-{int(number) + 1}" if dash and number.isdigit() else f"{output_dir}-2"
+
+
+def begin(
+    output_dir: Path, found: Found, step: int, config: Config, tokenizer: PreTrainedTokenizerBase, facts: dict[str, Any]
+) -> None:
+    """On the main process: put aside what the run does not go on from, and write down what it is."""
+    set_aside(output_dir, found)
+    history.keep_until(output_dir, step)
+    (output_dir / "config.yaml").write_text(dump_config(config))
+    tokenizer.save_pretrained(output_dir / "tokenizer")
+    write_json(output_dir / "environment.json", facts)
+
+
+def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:
+    """Put the weights of the best checkpoint into the model; returns its step, None when there is no whole one. Every process calls."""
+
+    def find() -> Checkpoint | None:
+        best = best_checkpoint(output_dir, metric)
+        return open_checkpoint(best) if best and problem_with(best) is None else None
+
+    checkpoint = on_main(accelerator, find)
+    return load_checkpoint(accelerator, checkpoint, model, optimizer).step if checkpoint else None
 
 
 def rewind(

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from acc_lm import history
 from acc_lm.config import CheckpointConfig
 from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.history import gain
 from acc_lm.progress import Progress
 from acc_lm.runtime import on_main
 from acc_lm.stop import crash_point
@@ -72,14 +74,11 @@ class Found:
 
 
 def rotate(root: Path, config: CheckpointConfig) -> None:
-    """Keep the newest `keep_last` and the best `keep_best`, by step number and evaluation loss; link both for people."""
-    by_step = sorted(_step_folders(root), reverse=True)
-    losses = {folder: loss for _, folder in by_step if (loss := _eval_loss(folder)) is not None}
-    best = sorted(losses, key=lambda folder: losses[folder])
-    newest = [folder for _, folder in by_step]
+    """Keep the newest `keep_last` and the best `keep_best`, by step number and `best_metric`; link both for people."""
+    newest = [folder for _, folder in sorted(_step_folders(root), reverse=True)]
+    best = [folder for _, folder in _ranking(root, config.best_metric)]
     _link(root / "latest", newest[0])
-    if best:
-        _link(root / "best", best[0])
+    _link_best(root, config.best_metric)
     if config.keep_last is None:
         return
     keep = {*newest[: config.keep_last], *best[: config.keep_best]}
@@ -113,29 +112,62 @@ def _step_folders(root: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
 
 
-def _eval_loss(folder: Path) -> float | None:
+def _ranking(root: Path, metric: str) -> list[tuple[float, Path]]:
+    """(gain, folder) of the checkpoints that were evaluated, the best first, of equal ones the oldest.
+
+    A run that is stopped saves before an evaluation that is due: the one that goes on makes up for it, and then only the record has it.
+    """
+    values = {(step, folder): _value(folder, metric) for step, folder in _step_folders(root)}
+    if None in values.values():
+        record = dict(zip(*history.series(history.read(root.parent), metric), strict=True))
+        values = {
+            (step, folder): record.get(step) if value is None else value for (step, folder), value in values.items()
+        }
+    found = [(-gain(metric, v), *place) for place, v in values.items() if v is not None and math.isfinite(v)]
+    return [(-loss, folder) for loss, _, folder in sorted(found)]
+
+
+def _value(folder: Path, metric: str) -> float | None:
     try:
-        loss = json.loads((folder / STATE).read_text())["eval_loss"]
-        return float(loss) if loss is not None and math.isfinite(loss) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        state = json.loads((folder / STATE).read_text())
+        measured = state.get("evaluation") or {"eval/loss": state["eval_loss"]}  # before there were other metrics
+        return None if measured.get(metric) is None else float(measured[metric])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def is_among_best(accelerator: Accelerator, output_dir: Path, eval_loss: float, keep_best: int) -> bool:
-    """True when weights with this loss belong among the best `keep_best` checkpoints; the main process decides."""
-    return on_main(accelerator, lambda: _beats_the_best(output_dir, eval_loss, keep_best))
+def is_among_best(
+    accelerator: Accelerator, output_dir: Path, evaluation: dict[str, float], config: CheckpointConfig
+) -> bool:
+    """True when weights of this evaluation belong among the best `keep_best` checkpoints; the main process decides."""
+    return on_main(accelerator, lambda: _beats_the_best(output_dir, evaluation[config.best_metric], config))
 
 
-def _beats_the_best(output_dir: Path, eval_loss: float, keep_best: int) -> bool:
-    losses = sorted(
-        loss for _, folder in _step_folders(output_dir / "checkpoints") if (loss := _eval_loss(folder)) is not None
-    )
-    return keep_best > 0 and math.isfinite(eval_loss) and (len(losses) < keep_best or eval_loss < losses[keep_best - 1])
+def _beats_the_best(output_dir: Path, value: float, config: CheckpointConfig) -> bool:
+    gains = [kept for kept, _ in _ranking(output_dir / "checkpoints", config.best_metric)]
+    if not config.keep_best or not math.isfinite(value):
+        return False
+    return len(gains) < config.keep_best or gain(config.best_metric, value) > gains[config.keep_best - 1]
 
 
-def best_checkpoint(output_dir: Path) -> Path | None:
-    link = output_dir / "checkpoints" / "best"
-    return link.parent / os.readlink(link) if link.is_symlink() else None
+def best_checkpoint(output_dir: Path, metric: str) -> Path | None:
+    """The checkpoint whose evaluation was the best."""
+    ranking = _ranking(output_dir / "checkpoints", metric)
+    return ranking[0][1] if ranking else None
+
+
+def link_best(accelerator: Accelerator, output_dir: Path, metric: str) -> Path | None:
+    """The same, with `best` leading to it; the same answer on every process."""
+    return on_main(accelerator, lambda: _link_best(output_dir / "checkpoints", metric))
+
+
+def _link_best(root: Path, metric: str) -> Path | None:
+    best = best_checkpoint(root.parent, metric)
+    if best:
+        _link(root / "best", best)
+    else:
+        (root / "best").unlink(missing_ok=True)
+    return best
 
 
 # --- finding -------------------------------------------------------------------------------------------------------

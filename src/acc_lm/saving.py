@@ -14,7 +14,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -113,8 +113,8 @@ class Saver:
         model: nn.Module,
         optimizer: Any,
         progress: Progress,
-        eval_loss: float | None = None,
-        recent_losses: Sequence[float] = (),
+        evaluation: dict[str, float] | None = None,
+        memory: dict[str, Any] | None = None,
         *,
         streams: dict[str, list[int]] | None = None,
         at_once: bool = False,
@@ -122,8 +122,8 @@ class Saver:
         """Save the state of the run; returns when it is copied, or with `at_once` when the checkpoint exists.
 
         Args:
-            eval_loss: of these weights, when they have just been evaluated; decides `best`.
-            recent_losses: kept for `divergence.Watch`.
+            evaluation: of these weights, when they have just been evaluated; decides `best`.
+            memory: what else the run that goes on has to know of the steps before.
             streams: where this process's streams stand; None, on all processes, without any.
 
         Raises:
@@ -136,8 +136,9 @@ class Saver:
             **_state_of(self._accelerator, model, optimizer, progress, self._config),
             "data_key": self._data_key,
             "started_from": self._started_from,
-            "eval_loss": eval_loss,
-            "recent_losses": list(recent_losses),
+            "eval_loss": evaluation and evaluation["eval/loss"],
+            "evaluation": evaluation,
+            **(memory or {}),
         }
         if streams is not None:
             parts = gather_objects(self._accelerator, streams)
@@ -193,10 +194,10 @@ class Saver:
         lines, self._news = self._news, []
         return lines
 
-    def is_among_best(self, eval_loss: float) -> bool:
-        """True when weights with this loss belong among the best checkpoints. Every process calls."""
+    def is_among_best(self, evaluation: dict[str, float]) -> bool:
+        """True when weights of this evaluation belong among the best checkpoints. Every process calls."""
         self.wait()  # the one under way counts too
-        return is_among_best(self._accelerator, self._output_dir, eval_loss, self._config.checkpoint.keep_best)
+        return is_among_best(self._accelerator, self._output_dir, evaluation, self._config.checkpoint)
 
     def _look_at(self, seconds: float) -> None:
         """Warn, once, of a save that is too slow: for a launcher that ends the run, or for the time between two."""

@@ -37,9 +37,6 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
     previous = _previous(output_dir)
     entries = history.read(output_dir)
     _, train = history.series(entries, "train/loss")
-    sets = dict.fromkeys(
-        name.split("/")[1] for entry in entries for name in entry if name.startswith("eval/") and name.count("/") == 2
-    )
     write_json(
         output_dir / FILE,
         {
@@ -54,8 +51,9 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "eval_loss": _course(entries, "eval/loss"),
             "evaluation_sets": {
                 name: {metric: _course(entries, f"eval/{name}/{metric}") for metric in EVALUATION_METRICS}
-                for name in sets
+                for name in history.sets(entries)
             },
+            "epochs": history.epochs(entries),
             **facts,
         },
     )
@@ -63,11 +61,9 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
 
 def _course(entries: list[dict[str, Any]], metric: str) -> dict[str, float] | None:
     """The first, the last and the best value of a metric; None when it was never measured."""
-    steps, values = history.series(entries, metric)
-    if not values:
-        return None
-    best = (max if metric.endswith("accuracy") else min)(range(len(values)), key=values.__getitem__)
-    return {"first": values[0], "last": values[-1], "best": values[best], "best_step": steps[best]}
+    _, values = history.series(entries, metric)
+    best = history.best(entries, metric)
+    return best and {"first": values[0], "last": values[-1], "best": best["value"], "best_step": best["step"]}
 
 
 def write_failure(
@@ -97,6 +93,7 @@ def write_failure(
         "train_loss",
         "eval_loss",
         "evaluation_sets",
+        "epochs",
     )
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
         file = Path(output_dir) / FILE

@@ -18,19 +18,20 @@ import shlex
 import sys
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from acc_lm import history
 from acc_lm.config import Config, flatten, learned_changes
-from acc_lm.progress import is_due
 from acc_lm.redaction import printable, redact
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Row = tuple[int, dict[str, float]]
+Row = tuple[int, dict[str, Any]]
+"""Step, and metrics; `samples` among them are rows of a table."""
 
 NETWORK_SECONDS = 3.0
 INIT_SECONDS = 10.0
@@ -51,23 +52,30 @@ class Tracking:
         self._chain: WandbChain | None = None
         self.description = "none"
 
-    def start(self, config: Config, output_dir: Path, num_steps: int) -> None:
-        """Start the trackers of the recipe; called by every process, acts on the main one."""
+    def start(self, config: Config, output_dir: Path, awaited: Callable[[int], set[str]]) -> None:
+        """Start the trackers of the recipe; called by every process, acts on the main one.
+
+        Args:
+            awaited: metrics that a step is not complete without.
+        """
         if not self._accelerator.is_main_process or not config.tracking.report_to:
             return
-        known: dict[int, dict[str, float]] = {}
+        known: dict[int, dict[str, Any]] = {}
         for entry in history.read(output_dir):
             known.setdefault(entry.pop("step"), {}).update(entry)
+        for sample in history.read(output_dir, history.SAMPLES):
+            if sample["step"] in known:
+                known[sample["step"]].setdefault("samples", []).append(sample)
         for row in known.items():
             self._rows.put(row)
         self._thread = threading.Thread(
-            target=self._work, args=(config, output_dir, num_steps, max(known, default=0)), daemon=True
+            target=self._work, args=(config, output_dir, awaited, max(known, default=0)), daemon=True
         )
         self._thread.start()
         if not self._ready.wait(START_SECONDS):
             self.description = "still starting, beside the training"
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
         if self._thread and self._thread.is_alive():
             self._rows.put((step, metrics))
 
@@ -83,11 +91,11 @@ class Tracking:
         elif self._chain and self._chain.folder:
             print(f"W&B was offline; once there is a network: wandb sync {shlex.quote(str(self._chain.folder))}")
 
-    def _work(self, config: Config, output_dir: Path, num_steps: int, last_step: int) -> None:
+    def _work(self, config: Config, output_dir: Path, awaited: Callable[[int], set[str]], last_step: int) -> None:
         try:
             self._open(config, output_dir, last_step)
             self._ready.set()
-            step, metrics = 0, dict[str, float]()
+            step, metrics = 0, dict[str, Any]()
             while (row := self._rows.get()) is not None:
                 if row[0] > step:
                     self._send(step, metrics)
@@ -96,7 +104,7 @@ class Tracking:
                 metrics = metrics | row[1]
                 # A step is sent once and whole: W&B takes nothing more for it later, and an evaluation that a stop
                 # left out comes from the run that goes on.
-                if "eval/loss" in metrics or not is_due(step, config.training.eval_every, num_steps):
+                if awaited(step) <= metrics.keys():
                     self._send(step, metrics)
                     metrics = {}
             for tracker in self._accelerator.trackers:
@@ -148,10 +156,10 @@ class Tracking:
                     self._chain.opened(tracker.tracker)
         self.description = ", ".join(names) or "none"
 
-    def _send(self, step: int, metrics: dict[str, float]) -> None:
+    def _send(self, step: int, metrics: dict[str, Any]) -> None:
         for tracker in self._accelerator.trackers if metrics else ():
             if tracker.name != "wandb" or not self._chain or self._chain.takes(step):
-                tracker.log({"train/global_step": step, **metrics}, step=step)
+                tracker.log({"train/global_step": step, **metrics, **_shown(metrics, tracker.name)}, step=step)
 
     def _give_up(self, error: Exception) -> None:
         self.description, self._chain = "none (failed)", None
@@ -257,6 +265,20 @@ def _has_wandb_key(host: str) -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _shown(metrics: dict[str, Any], tracker: str) -> dict[str, Any]:
+    """The samples in the form that a tracker takes: a table, or Markdown."""
+    samples = metrics.get("samples")
+    if not samples:
+        return {}
+    if tracker == "wandb":
+        import wandb
+
+        columns = ["step", "prompt", "text"]
+        return {"samples": wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in samples])}
+    parts = [f"    {line}" for row in samples for line in (row["prompt"] + " ⟶ " + row["text"]).split("\n") + [""]]
+    return {"samples": "\n".join(parts)}
 
 
 def _first_words(error: Exception) -> str:

@@ -23,8 +23,9 @@ def list_checkpoints(run: Path) -> int:
     folders = sorted(path for path in root.glob("*step-*") if path.is_dir() and not path.name.startswith("tmp-"))
     if not folders:
         raise CheckpointError(f"{run} must hold checkpoints, got none; name the folder of a run")
-    best = best_checkpoint(root.parent)
-    print(f"{'':22}{'size':>10}  {'evaluation':>10}  {'written by':24} state")
+    metric = _best_metric(folders)
+    best = best_checkpoint(root.parent, metric)
+    print(printable(f"{'':22}{'size':>10}  {metric:>10}  {'written by':24} state"))
     for folder in folders:
         problem = problem_with(folder)
         size = sum(file.lstat().st_size for file in folder.iterdir())
@@ -32,13 +33,26 @@ def list_checkpoints(run: Path) -> int:
             state = dict(json.loads((folder / "state.json").read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             state = {}
-        loss = state.get("eval_loss")
+        measured = state.get("evaluation") or {"eval/loss": state.get("eval_loss")}
+        value = measured.get(metric) if isinstance(measured, dict) else None
         count = state.get("num_processes", "?")
         writer = f"{count} process{'' if count == 1 else 'es'}, {state.get('mixed_precision', '?')}"
         marks = [problem or "whole", *(["the best"] if folder == best else [])]
-        line = f"{folder.name:22}{size / 1e6:>7.1f} MB  {f'{loss:.4f}' if isinstance(loss, float) else '-':>10}  {writer:24} {', '.join(marks)}"
+        line = f"{folder.name:22}{size / 1e6:>7.1f} MB  {f'{value:.4f}' if isinstance(value, float) else '-':>{max(10, len(metric))}}  {writer:24} {', '.join(marks)}"
         print(printable(line))
     return 0
+
+
+def _best_metric(folders: list[Path]) -> str:
+    """By which the newest checkpoint says that the best is chosen."""
+    for folder in reversed(folders):
+        try:
+            metric = json.loads((folder / "state.json").read_text())["recipe"]["checkpoint"]["best_metric"]
+            if isinstance(metric, str):
+                return metric
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # damaged, or of before there was a choice
+    return "eval/loss"
 
 
 def verify(folder: Path) -> int:

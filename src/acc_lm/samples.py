@@ -1,0 +1,117 @@
+"""What the model writes at each evaluation, in `samples.jsonl` and in the trackers.
+
+Every process generates the same tokens with the prepared model, so sharded weights need not be put together. The likeliest
+token is taken each time: nothing is drawn, and the steps after are those of a run without samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from acc_lm import history
+from acc_lm.config import Config
+from acc_lm.evaluation import evaluating
+from acc_lm.packing import WIDTH
+from acc_lm.runtime import on_main
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from acc_lm.data import Data
+
+PAUSE = 8
+"""Tokens between two calls of `between`."""
+
+
+def write_samples(
+    accelerator: Accelerator,
+    model: nn.Module,
+    data: Data,
+    config: Config,
+    step: int,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Continue each prompt of the recipe and note it; {} when it wants no samples. Every process calls.
+
+    Args:
+        between: called by every process after every few tokens; what it raises leaves the samples out.
+
+    Returns:
+        {"samples": [{"step", "prompt", "text"}]}, for trackers.
+    """
+    num_tokens = config.tracking.sample_tokens
+    if not num_tokens:
+        return {}
+    prompts = [ids[num_tokens - config.data.sequence_length :] for ids in prompts_of(data, config)]
+    size = config.training.micro_batch_size
+    answers: list[list[int]] = []
+    with evaluating(model):
+        for start in range(0, len(prompts), size):
+            some, length = prompts[start : start + size], config.data.sequence_length
+            answers += _continue(accelerator, model, some, num_tokens, length, data.packs, between)
+    tokenizer = data.tokenizer
+    samples = [
+        {"step": step, "prompt": tokenizer.decode(prompt), "text": tokenizer.decode(_until_end(answer, tokenizer))}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    on_main(accelerator, lambda: history.replace_samples(Path(config.output_dir), step, samples))
+    return {"samples": samples}
+
+
+def prompts_of(data: Data, config: Config) -> list[list[int]]:
+    """Ids of the prompts: of a conversation with roles, the user's turn as the template writes it; without any, held-out text."""
+    tokenizer: Any = data.tokenizer
+    if not config.tracking.sample_prompts:
+        return [data.prompt_ids()]
+    if {"messages", "sharegpt", "alpaca"} & set(data.facts.format.split(", ")):  # a mixture has several
+        turns = [[{"role": "user", "content": prompt}] for prompt in config.tracking.sample_prompts]
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return [list(tokenizer.apply_chat_template(turn, **how)) for turn in turns]
+    found = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in config.tracking.sample_prompts]
+    return [ids or [tokenizer.eos_token_id] for ids in found]
+
+
+def _until_end(ids: list[int], tokenizer: Any) -> list[int]:
+    return ids[: ids.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in ids else ids
+
+
+def _continue(
+    accelerator: Accelerator,
+    model: nn.Module,
+    prompts: list[list[int]],
+    num_tokens: int,
+    length: int,
+    packs: bool,
+    between: Callable[[], None],
+) -> list[list[int]]:
+    """The likeliest next ids of each prompt, as many forward passes as there are to be tokens.
+
+    What stands to the right of a row's end is never seen by a causal model, so it needs no mask.
+
+    Args:
+        length: of a row in training.
+        packs: whether the model was prepared for rows of several documents.
+    """
+    longest = max(map(len, prompts)) + num_tokens
+    # Rows of documents are as wide as in training: their masks are made for that.
+    width = length if packs else min(length, -(-longest // WIDTH) * WIDTH)
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    batch = {"input_ids": ids.to(accelerator.device)}
+    if packs:
+        batch["position_ids"] = torch.arange(width, device=accelerator.device).expand_as(ids)
+        batch["document_ids"] = torch.zeros_like(batch["input_ids"])
+    rows = torch.arange(len(prompts), device=accelerator.device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=accelerator.device)
+    for number in range(num_tokens):
+        batch["input_ids"][rows, ends + number] = model(**batch, last=ends + number - 1)
+        if number % PAUSE == PAUSE - 1:
+            between()
+    found = batch["input_ids"].tolist()
+    return [row[len(prompt) : len(prompt) + num_tokens] for row, prompt in zip(found, prompts, strict=True)]
