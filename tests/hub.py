@@ -96,8 +96,8 @@ def datasets(words: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def exchanges(words: list[str]) -> Iterator[tuple[str, str, str]]:
-    """60 of (instruction, input, output); four in ten have an input."""
-    for number in range(60):
+    """240 of (instruction, input, output); four in ten have an input."""
+    for number in range(240):
         text = words[number % len(words)]
         given = text[:40] if number % 5 < 2 else ""
-        yield f"{number}: what comes then?", given, text[40 : 60 + number]
+        yield f"{number}: what comes then?", given, text[40 : 60 + number % 60]

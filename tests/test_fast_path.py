@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub import PUBLISHED
 from processes import ROOT, run_everywhere
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,13 +19,14 @@ SMALL = {
 }  # fmt: skip
 # What stands behind a name on the Hub, in its own config.json: the tests have no network.
 ARCHITECTURES = {
-    "HuggingFaceTB/SmolLM2-135M": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1},
-}
+    name: {key: shape[key] for key in ("model_type", "tie_word_embeddings", "num_key_value_heads")}
+    for name, shape in PUBLISHED.items()
+} | {"runs/quickstart/final": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1}}
 LENGTH, VOCABULARY, READS = 160, 3000, ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy")
 
 
 def small(file: Path, global_batch_size: int, micro_batch_size: int) -> Any:
-    """The recipe with a small model of its architecture and few rows."""
+    """The recipe with a small model of its architecture and few rows, and without its adapter."""
     from acc_lm.recipe import load_config
 
     whole = load_config(file)
@@ -39,6 +41,7 @@ def small(file: Path, global_batch_size: int, micro_batch_size: int) -> Any:
         "model.name_or_path=null", f"model.config={fields}".replace("True", "true").replace("False", "false"),
         "tokenizer={kind: byte}", f"data.sequence_length={LENGTH}", f"training.global_batch_size={global_batch_size}",
         f"training.micro_batch_size={micro_batch_size}", "tracking.report_to=[]",
+        "adapter.kind=none",  # the base must be a folder; here it is the model itself
     ])  # fmt: skip
 
 
