@@ -139,10 +139,15 @@ def _memory(name: str) -> int:
 
 
 class Worker:
-    """A process that trains as `run` does, and reports through a gate."""
+    """A process that trains as `run` does, and reports through a gate, or without one does something else."""
 
     def __init__(
-        self, name: str, run: Callable[[], None], folder: Path, environment: dict[str, str] | None = None
+        self,
+        name: str,
+        run: Callable[[], None],
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        gated: bool = True,
     ) -> None:
         self.name, self.folder = name, folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +157,7 @@ class Worker:
         self.pid = os.fork()
         if self.pid == 0:
             mine.close()
-            _live(run, Connection(theirs.detach()), folder, environment or {})
+            _live(run, Connection(theirs.detach()), folder, environment or {}, gated)
         theirs.close()
         self.connection = Connection(mine.detach())
 
@@ -195,7 +200,9 @@ class Worker:
         self.connection.close()
 
 
-def _live(run: Callable[[], None], connection: Connection, folder: Path, environment: dict[str, str]) -> None:
+def _live(
+    run: Callable[[], None], connection: Connection, folder: Path, environment: dict[str, str], gated: bool
+) -> None:
     """The life of a forked process."""
     code = 1
     try:
@@ -211,7 +218,8 @@ def _live(run: Callable[[], None], connection: Connection, folder: Path, environ
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
         gate = Gate(connection, _memory("VmRSS"))
-        gate.open()
+        if gated:
+            gate.open()
         run()
         connection.send({"failed": f"ended by itself after {gate.count} steps: {_last_output(folder)}"})
     except Done:
@@ -247,7 +255,7 @@ def in_a_process(work: Callable[[], Any], folder: Path, seconds: float = 300) ->
     connection: Connection
     mine, theirs = socket.socketpair()
     connection = Connection(theirs.detach())
-    worker = Worker("process", run, folder)
+    worker = Worker("process", run, folder, gated=False)
     connection.close()
     answers = Connection(mine.detach())
     try:
