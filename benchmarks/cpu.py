@@ -626,7 +626,8 @@ def c13_growth(run: Run) -> None:
                 )
         else:
             growth = (seconds[-1] / seconds[-2]) / (flops[-1] / flops[-2])
-            last, before = sizes[-1][name == "row length" and 2 or 0], sizes[-2][name == "row length" and 2 or 0]
+            place = 2 if name == "row length" else 0
+            last, before = sizes[-1][place], sizes[-2][place]
             run.add("C13", f"growth of a step's time over that of its operations, {name} {before} to {last}", "ours", ours=[growth], unit="x",
                     goal=Goal("median", at_most=1.15))  # fmt: skip
 
