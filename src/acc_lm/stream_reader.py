@@ -80,7 +80,7 @@ class Shards:
 
     names: tuple[str, ...]
     key: str
-    """Hash of names and sizes: the text itself is not read before it is learned."""
+    """Hash of the names: the text itself is not read before it is learned."""
     open: Callable[[int], Iterator[tuple[str, Any]]]
     """Number of a shard -> (place for error messages, record) of each of its records."""
 
@@ -203,7 +203,7 @@ class Stream:
                 positions.append(position)
                 end += len(document)
             ids = np.concatenate([ids, *(document for _, document in batch)])
-            count = (len(ids) - 1) // length
+            count = max(len(ids) - 1, 0) // length
             places = np.arange(1, count + 1) * length
             inside = np.searchsorted(begins, places, side="right") - 1
             for row, (place, document_number) in enumerate(zip(places.tolist(), inside.tolist(), strict=True)):
