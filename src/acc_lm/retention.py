@@ -186,7 +186,7 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, config: Checkpoi
     return replace(found, checked=f"{how} in {time.monotonic() - began:.1f} s")
 
 
-def _find(output_dir: Path, resume: str, read_all: bool) -> Found:
+def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
     root = output_dir / "checkpoints"
     folders = sorted(_step_folders(root), reverse=True)
     if resume == "never":
