@@ -35,7 +35,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm import history, resuming, retention, runtime
     from acc_lm.checkpoint import load_checkpoint
     from acc_lm.console import Bar, closing_block, start_block
-    from acc_lm.data import build_data, build_loader
+    from acc_lm.data import build_data
     from acc_lm.divergence import Watch
     from acc_lm.dry_run import try_everything
     from acc_lm.early_stopping import EarlyStopping
@@ -46,6 +46,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches
     from acc_lm.progress import Progress, is_due
+    from acc_lm.rows import build_loader
     from acc_lm.samples import write_samples
     from acc_lm.saving import Saver, check_disk_space
     from acc_lm.schedule import build_schedule

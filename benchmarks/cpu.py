@@ -509,8 +509,8 @@ def c9_resume(run: Run) -> None:
     """Up to the first batch, from the start and after a million of them."""
 
     def measure() -> dict[str, list[float]]:
-        from acc_lm.data import Rows, build_loader
         from acc_lm.order import MicroBatches, RowOrder, permutation
+        from acc_lm.rows import Rows, build_loader
 
         rows = Rows(np.zeros(min(run.sizes.tokens, 4_000_000), dtype=np.uint16), 64)
         order = RowOrder(0, len(rows), 16)

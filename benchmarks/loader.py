@@ -14,8 +14,8 @@ import time
 import numpy as np
 import torch
 
-from acc_lm.data import Rows, build_loader
 from acc_lm.order import MicroBatches, RowOrder
+from acc_lm.rows import Rows, build_loader
 
 TOKENS, LENGTH, BATCH, STEPS, ROUNDS = 50_000_000, 1024, 16, 1000, 5
 

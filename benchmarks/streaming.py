@@ -24,8 +24,9 @@ import psutil
 import torch
 
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.data import build_data, build_loader
+from acc_lm.data import build_data
 from acc_lm.order import MicroBatches
+from acc_lm.rows import build_loader
 from acc_lm.sources import python_stdlib_files
 from acc_lm.tokenizer import make_tokenizer, text_encoder
 

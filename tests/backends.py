@@ -136,13 +136,13 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     from acc_lm import runtime
     from acc_lm.checkpoint import load_checkpoint
     from acc_lm.config import TokenizerConfig
-    from acc_lm.data import build_loader
     from acc_lm.evaluation import evaluate_rows
     from acc_lm.model import build_empty_model, build_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches, RowOrder
     from acc_lm.progress import Progress
     from acc_lm.retention import open_checkpoint
+    from acc_lm.rows import build_loader
     from acc_lm.saving import save_checkpoint
     from acc_lm.schedule import build_schedule
     from acc_lm.step import in_steps, train_step

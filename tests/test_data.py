@@ -18,9 +18,11 @@ import torch
 from processes import Launch
 
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.data import Data, Rows, build_data, build_loader, split_documents
+from acc_lm.data import Data, build_data
+from acc_lm.documents import split_documents
 from acc_lm.errors import DataError
 from acc_lm.order import MicroBatches, RowOrder
+from acc_lm.rows import Rows, build_loader
 from acc_lm.sources import entropy_rate, open_corpus, python_stdlib_files, transition_matrix
 from acc_lm.tokenizer import PIECE, make_tokenizer, pieces_of, text_encoder, token_bytes
 

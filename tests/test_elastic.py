@@ -28,13 +28,13 @@ def arguments_of(recipe: Path, run: Path) -> list[str]:
 
 def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
     """Write down which rows this process trains on, step by step: those that are read, not those that are planned."""
-    import acc_lm.data
+    import acc_lm.rows
     import acc_lm.step
 
-    train_step, getitems = acc_lm.step.train_step, acc_lm.data.Rows.__getitems__
+    train_step, getitems = acc_lm.step.train_step, acc_lm.rows.Rows.__getitems__
     read: list[int] = []
 
-    def reading(self: acc_lm.data.Rows, rows: list[int]) -> acc_lm.data.Batch:
+    def reading(self: acc_lm.rows.Rows, rows: list[int]) -> acc_lm.rows.Batch:
         read.extend(int(row) for row in rows)
         return getitems(self, rows)
 
@@ -47,7 +47,7 @@ def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
         read.clear()
         return outcome
 
-    acc_lm.data.Rows.__getitems__ = reading  # type: ignore[method-assign]
+    acc_lm.rows.Rows.__getitems__ = reading  # type: ignore[method-assign]
     acc_lm.step.train_step = stepping  # type: ignore[assignment]
 
 

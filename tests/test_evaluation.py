@@ -12,8 +12,8 @@ from backends import STRATEGY
 from processes import ROOT, launcher_environment, run_everywhere
 from test_step import make_config, make_model
 
-from acc_lm.data import Rows
 from acc_lm.evaluation import EvaluationResult
+from acc_lm.rows import Rows
 
 
 def held_out_rows() -> Rows:

@@ -18,12 +18,12 @@ from torch import nn
 
 import acc_lm.model
 from acc_lm.attention import CAUSAL, block_mask, choose_attention, document_mask, use_block_masks
-from acc_lm.data import Rows
 from acc_lm.errors import ConfigError
 from acc_lm.history import read
 from acc_lm.model import check_packing, install_loss
 from acc_lm.order import MicroBatches, RowOrder, by_length, evaluation_batches
 from acc_lm.packing import CHUNK_TOKENS, WIDTH, PackedRows, one_per_row, pack
+from acc_lm.rows import Rows
 
 PLACES = 48
 
@@ -613,10 +613,10 @@ def train_rows(scenario: Scenario, padded: bool) -> list[dict[str, float]]:
 
     from acc_lm import runtime
     from acc_lm.config import TokenizerConfig
-    from acc_lm.data import build_loader
     from acc_lm.evaluation import evaluate_rows
     from acc_lm.model import build_empty_model, build_model
     from acc_lm.optimizer import build_optimizer
+    from acc_lm.rows import build_loader
     from acc_lm.step import train_step
     from acc_lm.tokenizer import make_tokenizer
 

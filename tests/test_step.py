@@ -73,9 +73,9 @@ def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int
     """(loss, gradient norm) of each of 20 steps, as the main process sees them."""
 
     def run() -> list[tuple[float, float]]:
-        from acc_lm.data import build_loader
         from acc_lm.optimizer import build_optimizer, set_learning_rate
         from acc_lm.order import MicroBatches, RowOrder
+        from acc_lm.rows import build_loader
         from acc_lm.runtime import Gradients, build_accelerator, identify, prepare
         from acc_lm.schedule import build_schedule
         from acc_lm.step import in_steps, train_step

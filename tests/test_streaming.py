@@ -24,10 +24,11 @@ from test_resume import assert_equal_runs, metrics_of
 
 from acc_lm import stream_reader
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.data import build_data, build_loader
+from acc_lm.data import build_data
 from acc_lm.errors import DataError
 from acc_lm.history import read
 from acc_lm.order import MicroBatches, RowOrder, StreamOrder
+from acc_lm.rows import build_loader
 from acc_lm.stream_reader import Position, Shards, State, Stream, open_shards
 from acc_lm.streaming import Reader
 from acc_lm.tokenizer import make_tokenizer, text_encoder

@@ -1,8 +1,6 @@
 """Documents -> token rows on disk, made once and found again by the hash of their content.
 
-    corpus ──► held-out documents ──► tokenizer ──► <cache>/<key>/{train,eval}.bin ──► Rows ──► micro-batches
-
-A row holds `sequence_length + 1` ids and overlaps the next by one id, so every token but a split's first is a target.
+corpus ──► held-out documents ──► tokenizer ──► <cache>/<key>/{train,eval}.bin ──► Rows ──► micro-batches
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ import lzma
 import math
 import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -26,18 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import xxhash
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from acc_lm.chat import check, describe
 from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
 from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, write_items
+from acc_lm.documents import encode_documents, split_documents
 from acc_lm.errors import DataError, UserError
+from acc_lm.losses import IGNORE_INDEX
 from acc_lm.mixture import MixedOrder, MixedRows, shares
-from acc_lm.order import MicroBatches, RowOrder, StreamOrder
-from acc_lm.packing import PackedRows, apart
+from acc_lm.order import RowOrder, StreamOrder
+from acc_lm.packing import PackedRows
+from acc_lm.rows import Rows
 from acc_lm.sources import (
     Corpus,
     Document,
@@ -51,83 +48,13 @@ from acc_lm.sources import (
 )
 from acc_lm.stream_reader import open_shards
 from acc_lm.streaming import StreamRows
-from acc_lm.tokenizer import make_tokenizer, pieces_of, text_encoder, token_bytes
+from acc_lm.tokenizer import make_tokenizer, text_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORE_INDEX = -100
 FORMAT = "rows-1"  # part of every cache key: raise it when the files or their meaning change
-BATCH_CHARACTERS = 4_000_000
 COMPRESS_LIMIT = 16_000_000  # bytes of held-out text up to which gzip and xz are run for comparison
-
-Batch = dict[str, torch.Tensor]
-
-
-class Rows(Dataset[Batch]):
-    """The rows of one split, cut out of its tokens when asked for.
-
-    Args:
-        tokens: ids of the whole split, uint16 or uint32 [num_tokens], memory-mapped.
-        sequence_length: targets per row.
-        bytes_of_token: UTF-8 bytes that each token stands for, uint32 [num_tokens]; None where nobody asks.
-        end: id behind each document, at which a position sees nothing before it; None: rows are read as one text.
-    """
-
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        sequence_length: int,
-        bytes_of_token: np.ndarray | None = None,
-        end: int | None = None,
-    ) -> None:
-        self.tokens = np.asarray(tokens)
-        self.sequence_length = sequence_length
-        self.bytes_of_token = bytes_of_token
-        self.end = end
-
-    def __len__(self) -> int:
-        return math.ceil((len(self.tokens) - 1) / self.sequence_length)
-
-    def __getitem__(self, row: int) -> Batch:
-        return self.__getitems__([row])
-
-    def __getitems__(self, rows: Iterable[int]) -> Batch:
-        """input_ids and targets, int64 [B, sequence_length]; targets[t] follows input_ids[t], or is IGNORE_INDEX.
-
-        With an `end`, position_ids and document_ids too, as `packing.apart` makes them.
-        Row -1 is an empty row: it fills up the last batch of an evaluation and has no target.
-        """
-        rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)  # Python's own integers index faster
-        length = self.sequence_length
-        ids = np.zeros((len(rows), length + 1), dtype=np.int64)
-        short: list[tuple[int, int]] = []
-        for i, row in enumerate(rows):
-            start = row * length
-            piece = self.tokens[start : start + length + 1] if row >= 0 else self.tokens[:0]
-            ids[i, : len(piece)] = piece
-            if len(piece) <= length:
-                short.append((i, max(len(piece), 1)))
-        tensor = torch.from_numpy(ids)
-        targets = tensor[:, 1:]
-        if short:
-            targets = targets.clone()
-            for i, count in short:
-                targets[i, count - 1 :] = IGNORE_INDEX
-        batch = {"input_ids": tensor[:, :-1], "targets": targets}
-        return batch if self.end is None else batch | apart(ids[:, :-1], self.end)
-
-    def count_targets(self, rows: np.ndarray) -> int:
-        """Targets in these rows."""
-        left = len(self.tokens) - 1 - np.asarray(rows) * self.sequence_length
-        return int(np.clip(left, 0, self.sequence_length).sum())
-
-    def count_bytes(self, rows: Iterable[int]) -> int:
-        """UTF-8 bytes of the text that the targets of these rows stand for."""
-        assert self.bytes_of_token is not None
-        length = self.sequence_length
-        spans = (slice(row * length + 1, (row + 1) * length + 1) for row in rows if row >= 0)
-        return sum(int(self.bytes_of_token[span].sum(dtype=np.int64)) for span in spans)
 
 
 @dataclass(frozen=True)
@@ -544,7 +471,9 @@ def _write_text(
     with ExitStack() as stack:
         ids_file = stack.enter_context((work / f"{split}.bin").open("wb"))
         bytes_file = stack.enter_context((work / f"{split}_bytes.bin").open("wb")) if with_bytes else None
-        for ids, byte_counts, num_bytes in _encode(documents, text_encoder(tokenizer), end, with_bytes=with_bytes):
+        for ids, byte_counts, num_bytes in encode_documents(
+            documents, text_encoder(tokenizer), end, with_bytes=with_bytes
+        ):
             ids_file.write(ids.astype(dtype).tobytes())
             if bytes_file:
                 bytes_file.write(byte_counts.tobytes())
@@ -603,133 +532,6 @@ def _build_conversations(
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def split_documents(
-    corpus: Corpus, config: DataConfig, can_cut: bool = True
-) -> tuple[Callable[[], Iterator[Document]], Callable[[], Iterator[Document]], dict[str, Any]]:
-    """Training and held-out documents, disjoint: (train, evaluation, counts).
-
-    Held out are the documents with the smallest content hashes until `eval_fraction` of the bytes is reached, so equal
-    documents stay on one side and neither order nor seed matters. A lone document is cut, its tail held out, where it can be.
-    """
-    skipped = Skipped(config.skip_bad_rows)
-    hashes, sizes = _hash_documents(corpus.train(skipped))
-    if len(hashes) == 0:
-        raise DataError("data: the text must have at least one document, got none; add text")
-
-    def again(read: Callable[[Skipped], Iterator[Document]]) -> Iterator[Document]:
-        return read(Skipped(config.skip_bad_rows))
-
-    shared = 0
-    if corpus.evaluation is not None:
-        read_evaluation = corpus.evaluation
-        eval_skipped = Skipped(config.skip_bad_rows)
-        eval_hashes, eval_sizes = _hash_documents(read_evaluation(eval_skipped))
-        skipped.count += eval_skipped.count
-        shared = int(np.isin(eval_hashes, hashes).sum())
-        train = lambda: again(corpus.train)  # noqa: E731
-        evaluation = lambda: again(read_evaluation)  # noqa: E731
-        train_sizes = sizes
-    elif len(np.unique(hashes)) == 1 and not can_cut:
-        raise DataError(
-            "data: the conversations must be two different ones at least, got one; add some, or data.eval_files"
-        )
-    elif len(np.unique(hashes)) == 1:
-        document = next(again(corpus.train))
-        cut = max(1, min(len(document.text) - 1, round(len(document.text) * (1 - config.eval_fraction))))
-        head, tail = Document(document.text[:cut], document.file), Document(document.text[cut:], document.file)
-        train = lambda: iter([head])  # noqa: E731
-        evaluation = lambda: iter([tail])  # noqa: E731
-        train_sizes, eval_sizes = (np.array([len(part.text.encode())]) for part in (head, tail))
-    else:
-        by_hash = np.argsort(hashes, kind="stable")
-        wanted = config.eval_fraction * sizes.sum()
-        distinct, first = np.unique(hashes[by_hash], return_index=True)
-        before = np.concatenate([[0], sizes[by_hash].cumsum()])[first]
-        held_out = distinct[before < wanted][: len(distinct) - 1]
-        is_held_out = np.isin(hashes, held_out)
-        held_out_set = set(held_out.tolist())
-
-        def only(held: bool) -> Iterator[Document]:
-            for document in again(corpus.train):
-                if (_content_hash(document.text)[0] in held_out_set) == held:
-                    yield document
-
-        train = lambda: only(False)  # noqa: E731
-        evaluation = lambda: only(True)  # noqa: E731
-        train_sizes, eval_sizes = sizes[~is_held_out], sizes[is_held_out]
-    counts = {
-        "train_documents": len(train_sizes),
-        "train_bytes": int(train_sizes.sum()),
-        "eval_documents": len(eval_sizes),
-        "eval_bytes": int(eval_sizes.sum()),
-        "skipped_records": skipped.count,
-        "shared_documents": shared,
-    }
-    return train, evaluation, counts
-
-
-def _content_hash(text: str) -> tuple[int, int]:
-    raw = text.encode()
-    return xxhash.xxh3_64_intdigest(raw), len(raw)
-
-
-def _hash_documents(documents: Iterator[Document]) -> tuple[np.ndarray, np.ndarray]:
-    """Content hash and size in bytes of each document: uint64 [n], int64 [n]."""
-    pairs = [_content_hash(document.text) for document in documents]
-    return np.array([p[0] for p in pairs], dtype=np.uint64), np.array([p[1] for p in pairs], dtype=np.int64)
-
-
-def _encode(
-    documents: Iterator[Document], encoder: Any, end: int, *, with_bytes: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """(ids, bytes of each token, bytes of text) of a few documents at a time, each document followed by the end token."""
-    encode = encoder.encode_batch if with_bytes else encoder.encode_batch_fast
-    for texts in _in_batches(documents):
-        pieces = [marked for text in texts for marked in _marked(text)]
-        ids: list[np.ndarray] = []
-        byte_counts: list[np.ndarray] = []
-        encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
-        for (piece, is_last), encoding in zip(pieces, encoded, strict=True):
-            ids.append(np.array(encoding.ids, dtype=np.uint32))
-            if with_bytes:
-                byte_counts.append(token_bytes(piece, encoding.offsets))
-            if is_last:
-                ids.append(np.array([end], dtype=np.uint32))
-                byte_counts.append(np.zeros(1, dtype=np.uint32))
-        num_bytes = sum(len(text.encode()) for text in texts)
-        yield np.concatenate(ids), np.concatenate(byte_counts), num_bytes
-
-
-def encode_each(
-    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
-    """Each document with its ids, the end token last, and the bytes that each of them stands for: what a row is cut from."""
-    encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
-    assert isinstance(end, int)
-    for document in documents:
-        ((ids, byte_counts, _),) = _encode(iter([document]), encoder, end, with_bytes=True)
-        yield document, ids, byte_counts
-
-
-def _marked(text: str) -> list[tuple[str, bool]]:
-    """The pieces of a document, each with whether it is the last."""
-    *pieces, last = pieces_of(text)
-    return [(piece, False) for piece in pieces] + [(last, True)]
-
-
-def _in_batches(documents: Iterator[Document]) -> Iterator[list[str]]:
-    texts: list[str] = []
-    characters = 0
-    for document in documents:
-        texts.append(document.text)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield texts
-            texts, characters = [], 0
-    if texts:
-        yield texts
 
 
 # --- mixtures ------------------------------------------------------------------------------------------------------
@@ -928,34 +730,4 @@ def _build_stream(
         data,
         evaluation_sets={name: rows for name, (rows, _) in sets.items()},
         set_facts={name: set_facts for name, (_, set_facts) in sets.items()},
-    )
-
-
-# --- loading -------------------------------------------------------------------------------------------------------
-
-
-def _keep(batch: Any) -> Any:
-    return batch
-
-
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """A terminal sends Ctrl-C to workers too; only the training process decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def build_loader(
-    rows: Dataset[Batch], batches: MicroBatches | list[np.ndarray], num_workers: int, *, pin_memory: bool
-) -> DataLoader[Batch]:
-    """A loader that reads exactly the given micro-batches, in their order; workers only read ahead."""
-    if isinstance(rows, StreamRows):
-        num_workers = 0  # it has readers of its own
-    return DataLoader(
-        rows,
-        batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=_keep,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=_leave_interrupts_to_the_trainer if num_workers else None,
     )

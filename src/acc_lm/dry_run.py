@@ -13,7 +13,6 @@ from torch import nn
 
 from acc_lm.checkpoint import load_checkpoint, weights_digest
 from acc_lm.config import Config
-from acc_lm.data import build_loader
 from acc_lm.divergence import Watch
 from acc_lm.errors import CheckpointError
 from acc_lm.evaluation import evaluate_all
@@ -21,6 +20,7 @@ from acc_lm.optimizer import set_learning_rate
 from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.progress import Progress
 from acc_lm.retention import open_checkpoint
+from acc_lm.rows import build_loader
 from acc_lm.runtime import Gradients, on_main, split_global_batch
 from acc_lm.saving import save_checkpoint
 from acc_lm.step import in_steps, train_step

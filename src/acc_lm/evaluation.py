@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from acc_lm.data import Data, Rows, build_loader
+from acc_lm.data import Data
 from acc_lm.mixture import MixedRows
 from acc_lm.order import evaluation_batches
 from acc_lm.packing import PackedRows
+from acc_lm.rows import Rows, build_loader
 from acc_lm.runtime import release_gathered
 from acc_lm.step import to_device
 

@@ -22,7 +22,7 @@ from acc_lm.adapter import open_adapter
 from acc_lm.chat import Conversation, ItemCounts, build_items, check, describe
 from acc_lm.config import DataConfig, ModelConfig
 from acc_lm.conversations import ChatPlan, bytes_of_targets, plan_of, template_of
-from acc_lm.data import Batch, Rows, build_loader, encode_each, split_documents
+from acc_lm.documents import encode_each, split_documents
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.export import load_exported
@@ -30,6 +30,7 @@ from acc_lm.losses import IGNORE_INDEX
 from acc_lm.model import build_empty_model, build_model, make_ready
 from acc_lm.order import evaluation_batches
 from acc_lm.packing import PackedRows, one_per_row, pack
+from acc_lm.rows import Batch, Rows, build_loader
 from acc_lm.runtime import initialise_once, release_gathered
 from acc_lm.sources import Document, Skipped, kind_of, open_corpus
 from acc_lm.step import to_device

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from acc_lm.data import Batch
+from acc_lm.rows import Batch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

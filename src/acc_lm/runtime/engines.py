@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.data import Batch
 from acc_lm.errors import DivergedError, UserError
+from acc_lm.rows import Batch
 from acc_lm.runtime.deepspeed import partition
 from acc_lm.runtime.fsdp import check_block_class
 from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
