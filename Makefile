@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-all lint docs readme parity memory chaos bench clean
+.PHONY: train test test-all lint docs readme parity memory chaos bench bench-gpu clean
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -50,6 +50,12 @@ chaos: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.cpu --page docs/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py docs/data.md
+
+# The same on a GPU, in three commands of less than ten minutes each.
+bench-gpu: .venv/installed
+	$(BIN)/python -m benchmarks.gpu ceilings
+	$(BIN)/python -m benchmarks.gpu gpt2
+	$(BIN)/python -m benchmarks.gpu llama --page docs/benchmarks.md
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'

@@ -45,7 +45,8 @@ class Job:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        return np.memmap(self.folder / "data/train.bin", dtype=np.uint16, mode="r")
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        return np.memmap(self.folder / "data/train.bin", dtype=dtype, mode="r")
 
     @property
     def weights(self) -> Path:
@@ -69,7 +70,7 @@ class Job:
 
         draw = np.random.default_rng(SEED)
         num_rows = 1 + max(64, 2 * self.batch_size)
-        alphabet = [chr(FIRST_CHARACTER + i) for i in range(self.vocab_size - 1)]
+        alphabet = [character(i) for i in range(self.vocab_size - 1)]
         # Every character once, so that the tokenizer knows it; one id, the end, is added behind the text.
         ids = np.concatenate(
             [np.arange(len(alphabet)), draw.zipf(1.3, num_rows * self.length + len(alphabet)) % len(alphabet)]
@@ -105,8 +106,10 @@ class Job:
         model.save_pretrained(self.weights)
         if "activation_function" in self.model:
             model.config.activation_function = "gelu_new"
-        model.save_pretrained(self.default_weights)
-        tokenizer.save_pretrained(self.default_weights)
+            model.save_pretrained(self.default_weights)
+            tokenizer.save_pretrained(self.default_weights)
+        else:
+            self.default_weights.symlink_to(self.weights)
         data = build_data(config.data, config.tokenizer, tokenizer, SEED, self.batch_size)
         assert (len(data.train.tokens) - 1) % self.length == 0  # type: ignore[union-attr]
         (self.folder / "data").mkdir(exist_ok=True)
@@ -129,6 +132,12 @@ class Job:
         spelt = np.array(AutoTokenizer.from_pretrained(self.weights).convert_ids_to_tokens(range(self.vocab_size)))
         text = "".join("".join(spelt[self.row(start)]) for start in self.rows.reshape(-1))
         file.write_text(json.dumps([{"text": text}]))
+
+
+def character(index: int) -> str:
+    """The halves of pairs, which cannot stand alone, are left out."""
+    code = FIRST_CHARACTER + index
+    return chr(code if code < 0xD800 else code + 0x800)
 
 
 def one_id_a_character(alphabet: list[str]) -> Any:
@@ -208,6 +217,25 @@ def ours(job: Job, *overrides: str) -> None:
     raise RuntimeError(f"train.py ended with exit code {code}")
 
 
+def without(*techniques: str) -> None:
+    """Take from ours, in this process, what makes it fast: attention, loss, update."""
+    import torch
+
+    from acc_lm import model as ours_model
+
+    if "attention" in techniques:
+        ours_model.choose_attention = lambda model, length: f"transformers' {model.config._attn_implementation}"
+    if "loss" in techniques:
+        ours_model._head_is_plain = lambda model: False
+    if "update" in techniques:
+        original = torch.optim.AdamW.__init__
+
+        def plain(self: Any, *arguments: Any, **keywords: Any) -> None:
+            original(self, *arguments, **keywords | {"fused": None})
+
+        torch.optim.AdamW.__init__ = plain  # type: ignore[method-assign]
+
+
 # --- the hand-written loop -----------------------------------------------------------------------------------------
 
 
@@ -219,16 +247,25 @@ def batches(job: Job) -> Iterator[tuple[Any, Any]]:
         yield ids[:, :-1], ids[:, 1:]
 
 
+def device_here() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def bare(
-    job: Job, default: bool = False, precision: str = "no", distributed: bool = False, device: str = "cpu"
+    job: Job, default: bool = False, precision: str = "no", distributed: bool = False, compiled: str | None = None
 ) -> None:
     """What one writes by hand around a model of transformers; tuned: fused AdamW, no cache, the activation in one operation."""
     import torch
     from torch.nn import functional as F
 
     torch.manual_seed(SEED)
+    device = device_here()
     model = load(job, default).to(device)
     inner = model
+    if compiled:
+        model = torch.compile(model, backend=compiled)
     if distributed:
         torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl")
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=not default)
@@ -252,7 +289,7 @@ def bare(
 # --- from pip ------------------------------------------------------------------------------------------------------
 
 
-def trainer(job: Job, default: bool = False, precision: str = "no") -> None:
+def trainer(job: Job, default: bool = False, precision: str = "no", compiled: str | None = None) -> None:
     """Hugging Face Trainer; tuned: no progress bar, no reduction of the loss over processes, what else is tuned for all."""
     import torch
     from transformers import Trainer, TrainingArguments, default_data_collator
@@ -262,7 +299,8 @@ def trainer(job: Job, default: bool = False, precision: str = "no") -> None:
     arguments = TrainingArguments(
         output_dir="out", per_device_train_batch_size=job.batch_size, max_steps=job.num_steps, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM, save_strategy="no",
-        remove_unused_columns=False, train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(), bf16=precision == "bf16", **tuned,
+        remove_unused_columns=False, train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(), bf16=precision == "bf16",
+        torch_compile=bool(compiled), torch_compile_backend=compiled, **tuned,
     )  # fmt: skip
     model = load(job, default)
     if not default:
@@ -270,15 +308,19 @@ def trainer(job: Job, default: bool = False, precision: str = "no") -> None:
     Trainer(model, arguments, train_dataset=InOrder(job, True), data_collator=default_data_collator).train()
 
 
-def lightning(job: Job, default: bool = False, precision: str = "no") -> None:
+def lightning(job: Job, default: bool = False, precision: str = "no", compiled: str | None = None) -> None:
     """Lightning's Trainer; tuned: no logger, bar, checkpoints or summary."""
     import lightning as L
     import torch
 
+    # Lightning refuses to clip for a fused optimizer when it casts by itself.
+    fused = None if default or precision == "bf16" else True
+
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = load(job, default)
+            model = load(job, default)
+            self.model = torch.compile(model, backend=compiled) if compiled else model
 
         def training_step(self, batch: Any, index: int) -> Any:
             inputs, targets = batch
@@ -289,9 +331,7 @@ def lightning(job: Job, default: bool = False, precision: str = "no") -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(
-                self.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if default else True
-            )
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
 
     tuned = (
         {}
@@ -344,7 +384,7 @@ def nanogpt(job: Job) -> None:
 
     torch.randint = given_places
     shape = job.model
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here()
     settings: dict[str, Any] = {
         "out_dir": str(Path("out").resolve()), "dataset": str(job.folder / "data"), "eval_interval": 10**9, "eval_iters": 1,
         "log_interval": 10, "gradient_accumulation_steps": 1, "batch_size": job.batch_size, "block_size": job.length,

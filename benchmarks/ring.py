@@ -53,6 +53,8 @@ class Gate:
     norms: list[float] = field(default_factory=list)
     count: int = 0
     until: int = CHECKED_STEPS
+    timed: int = 0
+    """Steps to be timed when those that warm up are done."""
     began: tuple[float, ...] = ()
     events: list[Any] = field(default_factory=list)
 
@@ -88,16 +90,27 @@ class Gate:
         self.count += 1
         if self.count < self.until:
             return
+        if self.timed:  # those that warm up are done
+            self._time()
+            return
         if self.count == CHECKED_STEPS:
             self._stop_checking()
             # Backward passes before the first step, as ours makes one under DDP, are no steps.
             self.connection.send({"losses": self.losses[-CHECKED_STEPS:], "norms": self.norms, "threads": _threads()})
         else:
             self.connection.send(self._elapsed())
-        steps = self.connection.recv()
-        if steps is None:
+        _free_device()
+        token = self.connection.recv()
+        if token is None:
             raise Done
-        self.until += steps
+        self.timed, warm_up = token
+        self.until += warm_up
+        if not warm_up:
+            self._time()
+
+    def _time(self) -> None:
+        self.until += self.timed
+        self.timed = 0
         self.began = self._start()
 
     def _start(self) -> tuple[float, ...]:
@@ -121,6 +134,14 @@ class Gate:
         took["cpu"], took["wall"] = time.process_time() - self.began[0], time.perf_counter() - self.began[1]
         took.setdefault("memory", (_memory("VmHWM") - self.base_memory) / 2**20)
         return took
+
+
+def _free_device() -> None:
+    """What is cached on a GPU is given to those whose turn it is."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _threads() -> int:
@@ -161,9 +182,9 @@ class Worker:
         theirs.close()
         self.connection = Connection(mine.detach())
 
-    def ask(self, steps: int) -> None:
+    def ask(self, steps: int, warm_up: int) -> None:
         with suppress(OSError):
-            self.connection.send(steps)
+            self.connection.send((steps, warm_up))
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """What it reports next; `{"failed": why}` if it died or is too late."""
@@ -290,7 +311,7 @@ class Race:
 def race(
     contenders: dict[str, Callable[[], None]], folder: Path, *, steps: int, rounds: int, reference: str,
     tolerance: float, say: Callable[[str], None] = print, environments: dict[str, dict[str, str]] | None = None,
-    tolerances: dict[str, float] | None = None, together: int = 4,
+    tolerances: dict[str, float] | None = None, together: int = 4, warm_up: int = 0,
 ) -> Race:  # fmt: skip
     """Let the contenders take turns, `rounds` times `steps` steps each.
 
@@ -299,6 +320,7 @@ def race(
         reference: the contender whose losses and gradient norms are compared with.
         tolerances: of single contenders.
         together: so many start at the same time.
+        warm_up: steps at the start of each turn that are not timed.
     """
     workers: dict[str, Worker] = {}
     reports: dict[str, dict[str, Any]] = {}
@@ -346,7 +368,7 @@ def race(
         order = list(workers)
         shift = round_ % max(len(order), 1)
         for name in order[shift:] + order[:shift]:
-            workers[name].ask(steps)
+            workers[name].ask(steps, warm_up)
             report = workers[name].answer(START_SECONDS)
             if "failed" in report:
                 failed[name] = report["failed"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from processes import ROOT
 
-from benchmarks import contenders, cpu, report, ring
+from benchmarks import contenders, cpu, gpu, report, ring
 from benchmarks.contenders import Job
 
 ROW = {"id", "what", "contender", "median", "unit", "ratio", "low", "high", "goal", "met", "higher_is_better", "note"}
@@ -144,3 +144,30 @@ def test_the_page_is_made_from_the_results_that_are_committed(tmp_path: Path) ->
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs/benchmarks.md").read_text(), (
         "python -m benchmarks.report docs/benchmarks.md"
     )
+
+
+def test_the_three_commands_for_a_gpu_run_here_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BENCH_PEERS", raising=False)
+    files = {gpu.command(name, gpu.TOY, tmp_path) for name in ("ceilings", "gpt2", "llama")}
+    assert len(files) == 1, "all write into one file"
+    result = json.loads(files.pop().read_text())
+    assert result["failed"] == {}
+    assert set(result["seconds_of"]) == {"ceilings", "gpt2", "llama"}
+    assert result["complete"] is False, "toy sizes are no measurement"
+    assert {row["id"] for row in result["figures"]} == {"G0", "G1", "G2", "G3"}
+    assert all(set(row) == ROW for row in result["figures"])
+    for name, expected in (("ladder", 6), ("gpt2", 7), ("llama 8", 3)):
+        others = {"Lightning, tuned"} & set(result["races"][name]["samples"])
+        assert result["races"][name]["failed"] == {}
+        assert len(result["races"][name]["samples"]) == expected + len(others)
+    assert result["samples"]["largest micro-batch"]["reached"] == {"ours": 2.0, "Trainer": 2.0}
+    report.write_page(tmp_path, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text().count("\n| G") == len(result["figures"])
+
+
+def test_flops_of_a_token_are_those_of_the_known_models() -> None:
+    """nanoGPT's convention: 0.855 GFLOP for GPT-2 124M at 1024, 8.22 and 10.64 for Llama-3.2-1B at 2048 and 8192."""
+    sizes = gpu.Sizes()
+    shapes = (sizes.gpt2, *sizes.llamas)
+    assert [round(shape.flops(causal=False) / 1e9, 2) for shape in shapes] == [0.86, 8.22, 10.64]
+    assert sizes.gpt2.flops(causal=False) - sizes.gpt2.flops(causal=True) == 6 * 12 * 768 * 1024

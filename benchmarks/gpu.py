@@ -1,0 +1,481 @@
+"""The GPU suite: three commands of less than ten minutes each, on one GPU, without a network.
+
+    python -m benchmarks.gpu ceilings     # what the hardware gives at the shapes of the models; what each of our techniques gains
+    python -m benchmarks.gpu gpt2         # GPT-2 124M at 1024, beside every peer; memory; the largest micro-batch
+    python -m benchmarks.gpu llama        # the shape of Llama-3.2-1B at 2048 and 8192
+
+All three write into one file of results. With --toy they run anywhere in a minute, on a CPU too: nothing that is measured then means anything,
+but whoever pays for a GPU finds no typing errors on it. Times are those of the device, between two of its events.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the driver asks whether there is a GPU and forks afterwards
+
+import argparse
+import contextlib
+import importlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import contenders, report, ring
+from benchmarks.contenders import ROOT, Job
+from benchmarks.cpu import IMPORTED, NO_DROPOUT
+from benchmarks.ring import Goal, Race, figure
+
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
+"""Dense bf16 FLOP per second, from the data sheets."""
+REFERENCE = "bare loop"
+
+
+@dataclass(frozen=True)
+class Shape:
+    model: dict[str, Any]
+    length: int
+    batch_size: int
+    vocab_size: int
+
+    @property
+    def weights(self) -> int:
+        """Of the matrix products that a token goes through, the output head among them."""
+        m = self.model
+        if m["model_type"] == "gpt2":
+            return int(12 * m["n_layer"] * m["n_embd"] ** 2 + self.vocab_size * m["n_embd"])
+        d, kv = m["hidden_size"], m["hidden_size"] * m["num_key_value_heads"] // m["num_attention_heads"]
+        return int(
+            m["num_hidden_layers"] * (2 * d * d + 2 * d * kv + 3 * d * m["intermediate_size"]) + self.vocab_size * d
+        )
+
+    def flops(self, causal: bool) -> float:
+        """Of a token, forward and backward; nanoGPT's convention counts what causal attention leaves out."""
+        m = self.model
+        width, layers = (m["n_embd"], m["n_layer"]) if "n_embd" in m else (m["hidden_size"], m["num_hidden_layers"])
+        return 6.0 * self.weights + (6 if causal else 12) * layers * width * self.length
+
+
+def gpt2(layers: int, heads: int, width: int, length: int, batch_size: int, vocab_size: int) -> Shape:
+    model = {"model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": length,
+             "activation_function": "gelu_pytorch_tanh", "summary_first_dropout": 0.0, **NO_DROPOUT}  # fmt: skip
+    return Shape(model, length, batch_size, vocab_size)
+
+
+def llama(
+    layers: int, heads: int, kv: int, width: int, inner: int, length: int, batch_size: int, vocab_size: int
+) -> Shape:
+    model = {"model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+             "num_key_value_heads": kv, "max_position_embeddings": length, "tie_word_embeddings": True}  # fmt: skip
+    return Shape(model, length, batch_size, vocab_size)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    gpt2: Shape = field(default_factory=lambda: gpt2(12, 12, 768, 1024, 32, 50304))
+    llamas: tuple[Shape, ...] = field(default_factory=lambda: (
+        llama(16, 32, 8, 2048, 8192, 2048, 16, 128256), llama(16, 32, 8, 2048, 8192, 8192, 4, 128256)))  # fmt: skip
+    steps: int = 20
+    llama_steps: int = 4
+    rounds: int = 7
+    llama_rounds: int = 5
+    warm_up: int = 2
+    square: int = 8192
+    copied: int = 1 << 30
+    attention: tuple[tuple[int, int, int, int, int], ...] = (
+        (32, 12, 12, 64, 1024),
+        (16, 32, 8, 64, 2048),
+        (4, 32, 8, 64, 8192),
+    )
+    """batch, heads, key-value heads, head size, length"""
+    micro_batches: tuple[int, ...] = (32, 64, 96, 128, 192, 256)
+    backend: str = "inductor"
+
+
+TOY = Sizes(
+    gpt2=gpt2(1, 2, 16, 8, 2, 65), llamas=(llama(1, 2, 1, 16, 32, 8, 2, 65),), steps=2, llama_steps=1, rounds=2, llama_rounds=2, warm_up=1,
+    square=64, copied=1 << 16, attention=((1, 2, 1, 8, 16),), micro_batches=(1, 2), backend="eager",
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    sizes: Sizes
+    folder: Path
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    races: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, Any] = field(default_factory=dict)
+    void: list[str] = field(default_factory=list)
+    clock: str = "cpu"
+    peak: float | None = None
+
+    def job(self, name: str, shape: Shape, num_steps: int) -> Job:
+        job = Job(name, self.folder / name, shape.model, shape.length, shape.batch_size, shape.vocab_size, num_steps)
+        digest = ring.in_a_process(job.prepare, job.folder / "prepare")
+        self.races[name] = {
+            "tokens_xxh3": digest,
+            "model": shape.model,
+            "length": shape.length,
+            "batch_size": shape.batch_size,
+        }
+        return job
+
+    def race(
+        self,
+        name: str,
+        job: Job,
+        runs: dict[str, Callable[[], None]],
+        steps: int,
+        rounds: int,
+        control: bool = True,
+        **how: Any,
+    ) -> Race:
+        race = ring.race(runs, job.folder / name, steps=steps, rounds=rounds, tolerance=ring.TOLERANCE["bf16"], warm_up=self.sizes.warm_up,
+                         together=2, **({"reference": REFERENCE} | how))  # fmt: skip
+        found: dict[str, Any] = {
+            "samples": race.samples,
+            "checks": race.checks,
+            "failed": race.failed,
+            "seconds_to_checked": race.started,
+        }
+        if control:
+            why, noise = ring.why_void(race, ring.NOISE["gpu"], self.clock)
+            found["ours_over_ours"] = noise
+            if why:
+                self.void.append(f"{name}: {why}")
+        self.races[name] = self.races.get(name, {}) | found
+        return race
+
+    def speeds(self, race: Race, name: str, shape: Shape) -> list[float]:
+        return [shape.batch_size * shape.length / seconds for seconds in race.values(name, self.clock)]
+
+    def add_speeds(self, id: str, what: str, race: Race, shape: Shape, goals: dict[str, Goal]) -> None:
+        if "ours" not in race.samples:
+            return
+        ours = self.speeds(race, "ours", shape)
+        for name in race.samples:
+            self.figures.append(figure(id, f"{what}, tokens/s", name, ours=ours, theirs=self.speeds(race, name, shape), unit="tokens/s",
+                                       goal=goals.get(name), higher_is_better=True))  # fmt: skip
+        for name in race.samples:
+            goal = Goal(at_most=0.5) if name == "Trainer" and id == "G1" else None
+            self.figures.append(figure(id, f"{what}, peak memory", name, ours=[max(race.values("ours", "memory"))],
+                                       theirs=[max(race.values(name, "memory"))], unit="MiB", goal=goal))  # fmt: skip
+
+    def add_mfu(self, id: str, what: str, race: Race, shape: Shape, goal: float) -> None:
+        if self.peak is None or "ours" not in race.samples:
+            return
+        for causal in (False, True):
+            shares = [speed * shape.flops(causal) / self.peak for speed in self.speeds(race, "ours", shape)]
+            convention = "causal attention counted" if causal else "nanoGPT's convention"
+            self.figures.append(figure(id, f"{what}, MFU, {convention}, of {self.peak / 1e12:.0f} TFLOP/s", "ours", ours=shares, unit="",
+                                       goal=None if causal else Goal("median", at_least=goal), higher_is_better=True))  # fmt: skip
+
+
+# --- ceilings and the ladder ---------------------------------------------------------------------------------------
+
+
+def ceilings(run: Run) -> None:
+    """What one GPU gives: matrix products, copies, attention; then what each technique of ours gains on GPT-2."""
+    for row in ring.in_a_process(lambda: hardware(run.sizes), run.folder / "hardware"):
+        run.figures.append(
+            figure("G0", row["what"], "hardware", ours=row["samples"], unit=row["unit"], higher_is_better=True)
+        )
+    shape = run.sizes.gpt2
+    num_steps = ring.CHECKED_STEPS + (run.sizes.steps // 2 + run.sizes.warm_up) * (run.sizes.rounds + 1) + 3
+    job = run.job("ladder", shape, num_steps)
+    everything = ("attention", "loss", "update")
+    rungs: dict[str, tuple[tuple[str, ...], bool, bool]] = {  # taken away, GPT-2's own activation, compiled
+        "eager, transformers' own": (everything, True, False),
+        "+ causal attention without a mask": (("loss", "update"), True, False),
+        "+ the activation in one operation": (("loss", "update"), False, False),
+        "+ fused update": (("loss",), False, False),
+        "+ loss fused with the head": ((), False, False),
+        "+ compiled": ((), False, True),
+    }
+
+    def climb(taken: tuple[str, ...], default: bool) -> None:
+        contenders.without(*taken)
+        overrides = [f"model.name_or_path={job.default_weights}"] if default else []
+        contenders.ours(job, "training.mixed_precision=bf16", *overrides)
+
+    runs = {
+        name: (lambda taken=taken, default=default: climb(taken, default))
+        for name, (taken, default, _) in rungs.items()
+    }  # type: ignore[misc]
+    compiled = {
+        name: {"ACCELERATE_DYNAMO_BACKEND": run.sizes.backend}
+        for name, (_, _, is_compiled) in rungs.items()
+        if is_compiled
+    }
+    race = run.race("ladder", job, runs, max(1, run.sizes.steps // 2), run.sizes.rounds, control=False, environments=compiled,
+                    reference=next(iter(rungs)))  # fmt: skip
+    before = None
+    for name in race.samples:
+        speeds = run.speeds(race, name, shape)
+        run.figures.append(figure("G3", "GPT-2 shape, ours: this rung over the one before", f"{before} -> {name}" if before else name, ours=speeds,
+                                  theirs=run.speeds(race, before, shape) if before else None, unit="tokens/s", higher_is_better=True))  # fmt: skip
+        before = name
+
+
+def hardware(sizes: Sizes) -> list[dict[str, Any]]:
+    """Rows of {what, unit, samples}; called in a process of its own."""
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    device = contenders.device_here()
+    rows: list[dict[str, Any]] = []
+
+    def timed(work: Callable[[], Any], amount: float, what: str, unit: str) -> None:
+        try:
+            for _ in range(3):
+                work()
+            rows.append({"what": what, "unit": unit, "samples": [amount / seconds(work) for _ in range(10)]})
+        except RuntimeError as error:  # this kernel does not exist here
+            rows.append({"what": f"{what}: {str(error).splitlines()[0][:80]}", "unit": unit, "samples": [0.0]})
+
+    def seconds(work: Callable[[], Any]) -> float:
+        if device == "cpu":
+            began = time.process_time()
+            work()
+            return max(time.process_time() - began, 1e-9)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+    def product(rows_: int, inner: int, columns: int) -> None:
+        a, b = (torch.randn(n, m, device=device, dtype=torch.bfloat16) for n, m in ((rows_, inner), (inner, columns)))
+        timed(lambda: a @ b, 2e-12 * rows_ * inner * columns, f"bf16 product {rows_} x {inner} x {columns}", "TFLOP/s")
+
+    product(sizes.square, sizes.square, sizes.square)
+    for shape in (sizes.gpt2, *sizes.llamas[:1]):
+        m = shape.model
+        width, inner = m.get("n_embd", m.get("hidden_size")), m.get("intermediate_size", 4 * m.get("n_embd", 0))
+        tokens = shape.batch_size * shape.length
+        for columns in (width, 3 * width, inner, shape.vocab_size):
+            product(tokens, width, columns)
+    source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timed(lambda: target.copy_(source), 2e-12 * sizes.copied, "copy, read and written", "TB/s")
+    for batch, heads, kv, size, length in sizes.attention:
+        q, k, v = (
+            torch.randn(batch, h, length, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for h in (heads, kv, kv)
+        )
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+            def attend(q: Any = q, k: Any = k, v: Any = v, backend: Any = backend, same: bool = heads == kv) -> None:
+                with sdpa_kernel(backend):
+                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not same).sum().backward()
+
+            work = 6e-12 * batch * heads * size * length * length
+            timed(
+                attend,
+                work,
+                f"attention {backend.name.lower()}, heads {heads}/{kv} of {size}, length {length}, forward and backward",
+                "TFLOP/s",
+            )
+    return rows
+
+
+# --- races ---------------------------------------------------------------------------------------------------------
+
+
+def gpt2_race(run: Run) -> None:
+    """G1: GPT-2 124M at 1024 beside every peer, default and tuned."""
+    shape, sizes = run.sizes.gpt2, run.sizes
+    job = run.job("gpt2", shape, ring.CHECKED_STEPS + (sizes.steps + sizes.warm_up) * (sizes.rounds + 1) + 3)
+    bf16 = "training.mixed_precision=bf16"
+    runs: dict[str, Callable[[], None]] = {
+        "ours": lambda: contenders.ours(job, bf16),
+        "ours, eager": lambda: contenders.ours(job, bf16),
+        REFERENCE: lambda: contenders.bare(job, default=True, precision="bf16"),
+        "bare loop, tuned": lambda: contenders.bare(job, precision="bf16", compiled=sizes.backend),
+        "Trainer": lambda: contenders.trainer(job, default=True, precision="bf16"),
+        "Trainer, tuned": lambda: contenders.trainer(job, precision="bf16", compiled=sizes.backend),
+    }
+    found, absent = contenders.field(job)
+    if "Lightning" in found:
+        runs["Lightning, tuned"] = lambda: contenders.lightning(job, precision="bf16", compiled=sizes.backend)
+    if "nanoGPT" in found:
+        runs["nanoGPT"] = found["nanoGPT"]
+    if "run_clm_no_trainer" in found:
+        runs["run_clm_no_trainer"] = found["run_clm_no_trainer"]
+    runs["ours again"] = lambda: contenders.ours(job, bf16)
+    compiled = {"ACCELERATE_DYNAMO_BACKEND": sizes.backend}
+    environments = {
+        "ours": compiled,
+        "ours again": compiled,
+        "run_clm_no_trainer": {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    }
+    race = run.race("gpt2", job, runs, sizes.steps, sizes.rounds, environments=environments)
+    run.races["gpt2"]["absent"] = absent
+    goals = {"nanoGPT": Goal(at_least=1.03), "bare loop, tuned": Goal(at_least=1.0), "Trainer": Goal(at_least=1.25),
+             "Trainer, tuned": Goal(at_least=1.10)}  # fmt: skip
+    run.add_speeds("G1", "GPT-2 shape", race, shape, goals)
+    run.add_mfu("G1", "GPT-2 shape", race, shape, 0.52)
+    largest_micro_batch(run, job)
+
+
+def largest_micro_batch(run: Run, job: Job) -> None:
+    """The largest of several that trains a step, ours beside Trainer as its documentation runs it."""
+    reached: dict[str, float] = {}
+    for name in ("ours", "Trainer"):
+        for size in run.sizes.micro_batches:
+            try:
+                ring.in_a_process(
+                    lambda name=name, size=size: train_one_step(run, job, name, size),
+                    run.folder / f"fit-{name}-{size}",
+                    120,
+                )  # type: ignore[misc]
+            except RuntimeError:
+                break
+            reached[name] = float(size)
+    if len(reached) == 2:
+        run.figures.append(figure("G1", "GPT-2 shape, largest micro-batch tried that trains", "Trainer", ours=[reached["ours"]],
+                                  theirs=[reached["Trainer"]], unit="rows", goal=Goal(at_least=2.0), higher_is_better=True))  # fmt: skip
+    run.samples["largest micro-batch"] = {"tried": run.sizes.micro_batches, "reached": reached}
+
+
+def train_one_step(run: Run, job: Job, name: str, size: int) -> bool:
+    """True after a step of this many rows; whatever is raised instead means that they do not fit."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def leave(*_: Any) -> None:
+        raise ring.Done
+
+    large = Job(job.name, job.folder, job.model, job.length, size, job.vocab_size, job.num_steps)
+    register_optimizer_step_post_hook(leave)
+    with contextlib.suppress(ring.Done):
+        if name == "ours":
+            sizes = [f"training.global_batch_size={size}", f"training.micro_batch_size={size}"]
+            contenders.ours(job, "training.mixed_precision=bf16", *sizes)
+        else:
+            contenders.trainer(large, default=True, precision="bf16")
+    return True
+
+
+def llama_race(run: Run) -> None:
+    """G2: the shape of Llama-3.2-1B; few at a time, because all stay on the device."""
+    for shape, goal in zip(run.sizes.llamas, (0.57, 0.58), strict=False):
+        llama_at(run, shape, goal)
+
+
+def llama_at(run: Run, shape: Shape, goal: float) -> None:
+    sizes, name = run.sizes, f"llama {shape.length}"
+    bf16, compiled = "training.mixed_precision=bf16", {"ACCELERATE_DYNAMO_BACKEND": sizes.backend}
+    job = run.job(name, shape, ring.CHECKED_STEPS + (sizes.llama_steps + sizes.warm_up) * (sizes.llama_rounds + 1) + 3)
+    ours: dict[str, Callable[[], None]] = {"ours": lambda: contenders.ours(job, bf16)}
+    groups: dict[str, dict[str, Callable[[], None]]] = {
+        name: ours
+        | {
+            REFERENCE: lambda: contenders.bare(job, precision="bf16", compiled=sizes.backend),
+            "ours again": lambda: contenders.ours(job, bf16),
+        },
+        f"{name}, Trainer": ours
+        | {"Trainer, tuned": lambda: contenders.trainer(job, precision="bf16", compiled=sizes.backend)},
+    }
+    if contenders._has("lightning"):
+        groups[f"{name}, Lightning"] = ours | {
+            "Lightning, tuned": lambda: contenders.lightning(job, precision="bf16", compiled=sizes.backend)
+        }
+    goals = {
+        REFERENCE: Goal(at_least=1.0),
+        "Trainer, tuned": Goal(at_least=1.05),
+        "Lightning, tuned": Goal(at_least=1.10),
+    }
+    for group, runs in groups.items():
+        is_first = group == name  # in which ours agrees with the hand-written loop, and the others then with ours
+        race = run.race(group, job, runs, sizes.llama_steps, sizes.llama_rounds, control=is_first,
+                        environments=dict.fromkeys(("ours", "ours again"), compiled), reference=REFERENCE if is_first else "ours")  # fmt: skip
+        run.add_speeds("G2", f"Llama 1B shape at {shape.length}", race, shape, goals)
+        if is_first:
+            run.add_mfu("G2", f"Llama 1B shape at {shape.length}", race, shape, goal)
+    shutil.rmtree(job.folder, ignore_errors=True)  # gigabytes
+
+
+COMMANDS: dict[str, Callable[[Run], None]] = {"ceilings": ceilings, "gpt2": gpt2_race, "llama": llama_race}
+
+
+def command(name: str, sizes: Sizes, output: Path) -> Path:
+    """Run one of the three and put what it measured beside what the others did; returns the file of results."""
+    began = time.monotonic()
+    for module in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    folder = Path(tempfile.mkdtemp(prefix="acc-lm-bench-"))
+    os.environ["ACC_LM_CACHE"] = str(folder / "cache")
+    before = os.getloadavg()
+    run = Run(sizes, folder)
+    gpu = ring.in_a_process(report.machine, folder / "machine").get(
+        "gpu"
+    )  # not here: whoever knows the device cannot fork
+    if gpu:
+        run.clock = "gpu"
+        run.peak = next((peak for word, peak in PEAK.items() if word in gpu["name"]), None)
+    failed: dict[str, str] = {}
+    try:
+        COMMANDS[name](run)
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.monotonic() - began
+    result = {
+        **report.header("gpu"), "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": sizes == Sizes() and bool(gpu),
+        "load": {"before": before, "after": os.getloadavg()}, "seconds": seconds, "seconds_of": {name: seconds}, "figures": run.figures,
+        "races": run.races, "samples": run.samples,
+    }  # fmt: skip
+    file = report.write(beside_others(result, name, output), output)
+    if run.void:
+        print("VOID: " + "; ".join(run.void))
+    if failed:
+        print(f"{name} failed: {failed[name]}")
+    met = [row for row in run.figures if row["met"] is not None]
+    print(f"{file}: {name}, {sum(row['met'] for row in met)} of {len(met)} goals met, {seconds:.0f} s")
+    return file
+
+
+def beside_others(result: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    """With what the other commands have measured at this commit on this day."""
+    file = folder / f"gpu-{result['date']}-{result['commit']}.json"
+    if not file.exists():
+        return result
+    earlier = json.loads(file.read_text())
+    if earlier["machine"] != json.loads(json.dumps(result["machine"])) or earlier["complete"] != result["complete"]:
+        return result
+    mine = {row["id"] for row in result["figures"]}
+    result["figures"] = [row for row in earlier["figures"] if row["id"] not in mine] + result["figures"]
+    for key in ("races", "samples", "failed", "seconds_of"):
+        kept = {k: v for k, v in earlier[key].items() if not (key == "failed" and k == name)}
+        result[key] = kept | result[key]
+    others = [why for why in earlier["void_because"] if why.split(":")[0] not in result["races"]]
+    result["void_because"] = [*others, *result["void_because"]]
+    result["void"] = bool(result["void_because"])
+    result["seconds"] = sum(result["seconds_of"].values())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One command of the GPU suite.")
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, anywhere, to try whether everything runs")
+    parser.add_argument("--page", type=Path, help="docs/benchmarks.md, made from what was measured")
+    chosen = parser.parse_args()
+    command(chosen.command, TOY if chosen.toy else Sizes(), chosen.output)
+    if chosen.page:
+        report.write_page(chosen.output, chosen.page)
+
+
+if __name__ == "__main__":
+    main()
