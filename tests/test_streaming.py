@@ -202,7 +202,7 @@ def test_a_shard_that_fails_for_a_while_changes_nothing(
     monkeypatch.setattr(stream_reader, "PAUSES", (0.0, 0.0))
     config = config_of(shards, streaming=True, num_streams=2)
     broken = failing(open_shards(config), shard=4, record=3, times=2)
-    rows = [list(islice(stream_of(0, config, found).rows(START, 0), 60)) for found in (None, broken)]
+    rows = [list(islice(stream_of(0, config, found).rows(START, 0), 400)) for found in (None, broken)]
     assert [row.tolist() for row, _ in rows[0]] == [row.tolist() for row, _ in rows[1]]
     assert capsys.readouterr().err.count(f"warning: {shards[4]} could not be read (the connection was reset)") == 2
 
