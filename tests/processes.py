@@ -133,7 +133,7 @@ class Launch:
                 sys.stderr.flush()
             os._exit(code)
 
-    def wait(self, timeout: float = 120) -> Finished:
+    def wait(self, timeout: float = 300) -> Finished:
         """Codes and outputs; a process that outlives the timeout is killed and the test fails."""
         codes: dict[int, int] = {}
         end = time.monotonic() + timeout
@@ -177,7 +177,7 @@ def run_training(
     arguments: list[str],
     num_processes: int = 1,
     environment: dict[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 300,
     expect: int | None = 0,
 ) -> Finished:
     """Train to the end; `expect` is the exit code that every process must have."""
@@ -188,7 +188,7 @@ def run_training(
 
 
 def run_everywhere(
-    function: Callable[[], Any], num_processes: int = 1, timeout: float = 120, environment: dict[str, str] | None = None
+    function: Callable[[], Any], num_processes: int = 1, timeout: float = 300, environment: dict[str, str] | None = None
 ) -> list[Any]:
     """Call `function` in each of `num_processes` processes that can form a group; returns what each returned."""
     with tempfile.TemporaryDirectory() as folder:
