@@ -29,10 +29,8 @@ WHY: dict[str, str] = {
     "spends most of its time in the same tokenizer.",
     "C5": "half of the time is the conversion of the ids to 64 bits, which is a copy through memory and which nanoGPT makes as well; the rest is torch's "
     "DataLoader, once a batch.",
-    "C11": "most of it is importing torch, Accelerate and transformers' models, which Trainer imports as well. ours also checks that the model can run, "
-    "that its attention and loss are exact, and looks for what the run would resume from.",
-    "C12": "with two processes on two cores gloo's own threads take their time from the ones that train; ours reads no tensor and reduces each bucket once, "
-    "which tests hold.",
+    "C11": "nearly all of it is imports that Trainer shares: torch, transformers' models, and, behind transformers' schedules, parts of Trainer itself "
+    "with peft and, where it is installed, bitsandbytes with torch's compiler.",
     "C13": "small products use a core less well than large ones, so that time grows less than the operations do.",
 }
 """Figure -> why it falls short of its goal, found by profiling; shown where it does."""
