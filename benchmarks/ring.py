@@ -228,6 +228,8 @@ def _live(
     code = 1
     try:
         gc.freeze()  # what was imported is looked at by no collection, in any contender
+        if torch := sys.modules.get("torch"):  # its pool of threads anew, before several of them ask for it at once
+            torch.set_num_threads(torch.get_num_threads())
         with (folder / "output").open("wb", buffering=0) as file, open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
             os.dup2(file.fileno(), 1)

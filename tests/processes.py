@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cpuinfo
+import torch
 
 from acc_lm import errors
 
@@ -102,6 +103,9 @@ class Launch:
     ) -> None:
         code = 1
         gc.freeze()  # what was inherited is looked at by no collection
+        # torch makes the pool of threads of a forked process anew when it is first asked for, as set_num_threads does. Asked
+        # by several threads of a backward pass at once, it can find none and abort.
+        torch.set_num_threads(torch.get_num_threads())
         try:
             with (self.folder / f"output-{rank}").open("wb", buffering=0) as file, open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), 0)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import LAUNCH_VARIABLES, ROOT, run_training
-
-TIMED = ("train/tokens_per_second", "train/memory_gb")
+from test_resume import TIMED
 
 CELLS = """
 {page}

@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 from processes import LAUNCH_VARIABLES, ROOT, run_training
+from test_resume import TIMED
 
 BIN = Path(sys.executable).parent
 CONFIGS = ROOT / "accelerate_configs"
-TIMED = ("train/tokens_per_second", "train/memory_gb")
 
 
 class Nodes:

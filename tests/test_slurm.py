@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from processes import LAUNCH_VARIABLES, ROOT, run_training
-
-TIMED = ("train/tokens_per_second", "train/memory_gb")
+from test_resume import TIMED
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, signal, subprocess, sys
