@@ -73,8 +73,10 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         )
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
-        precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
-        notes += resuming.check_same_recipe(found.checkpoint, config, precision, num_processes)
+        notes += resuming.check_same_recipe(
+            found.checkpoint, config, accelerator.mixed_precision, accelerator.num_processes,
+            evaluates=mode == Mode.EVAL_ONLY,
+        )  # fmt: skip
 
     # Text -> rows, after a look at whether the model can run at all
     tokenizer = load_tokenizer(config.tokenizer, config.model)

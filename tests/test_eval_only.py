@@ -50,6 +50,22 @@ def test_an_existing_model_is_evaluated_at_step_0(tiny: list[str], tmp_path: Pat
     assert not (other / "checkpoints").exists()
 
 
+def test_how_it_was_trained_does_not_matter_but_what_it_is_does(tiny: list[str], tmp_path: Path) -> None:
+    run_training([*tiny, "training.eval_every=null"])
+    expected = read(tmp_path / "run")[-1]["eval/loss"]
+    others = [
+        "training.max_steps=9",
+        "training.global_batch_size=6",
+        "training.micro_batch_size=6",
+        "schedule.warmup_steps=1",
+    ]
+    finished = run_training([*tiny, *others, "optimizer.learning_rate=1e-2", "training.eval_every=null", "--eval-only"])
+    assert "recipe changed" not in finished.output
+    assert read(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(expected, rel=1e-6)
+    refused = run_training([*tiny, "data.eval_fraction=0.2", "--eval-only"], expect=5)
+    assert "data.eval_fraction was 0.1, is 0.2" in refused.errors[0]
+
+
 def test_with_nothing_to_evaluate_it_says_so(tiny: list[str], tmp_path: Path) -> None:
     finished = run_training([*tiny, "--eval-only"], expect=2)
     assert (

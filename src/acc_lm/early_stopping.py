@@ -65,5 +65,5 @@ class EarlyStopping:
         if self._patience is None or now.num_worse < self._patience:
             return None
         by = f" by more than {self._least:g}" if self._least else ""
-        times = "evaluation" if now.num_worse == 1 else "evaluations"
-        return f"stopped early: {now.num_worse} {times} have not improved {now.metric}{by} on {now.best:.6g} of step {now.best_step}"
+        times = "evaluation has" if now.num_worse == 1 else "evaluations have"
+        return f"stopped early: {now.num_worse} {times} not improved {now.metric}{by} on {now.best:.6g} of step {now.best_step}"

@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, num_processes: int) -> list[str]:
+def check_same_recipe(
+    checkpoint: Checkpoint, config: Config, precision: str, num_processes: int, *, evaluates: bool = False
+) -> list[str]:
     """Refuse a checkpoint of another recipe; returns what is worth a line although it is allowed.
+
+    Args:
+        evaluates: it will not be trained, so how it was does not matter.
 
     Raises:
         CheckpointError: one line for each changed key, and the ways out.
@@ -42,6 +47,9 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
     changes = learned_changes(old, new)
     if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
         changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
+    if evaluates:
+        how = ("training", "optimizer", "schedule")
+        changes = {key: values for key, values in changes.items() if key.split(".")[0] not in how}
     binding = [key for key in changes if key.split(".")[0] in ("model", "adapter", "tokenizer")]
     notes = []
     if changes and (binding or not config.checkpoint.allow_changed_recipe):
@@ -55,6 +63,8 @@ def check_same_recipe(checkpoint: Checkpoint, config: Config, precision: str, nu
         raise CheckpointError(*lines, f"choose {ways}")
     if changes:
         notes.append(f"recipe changed, as checkpoint.allow_changed_recipe permits: {', '.join(changes)}")
+    if evaluates:
+        return notes
     if "training.global_batch_size" in changes:
         was, now = changes["training.global_batch_size"]
         progress = checkpoint.progress
