@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,9 @@ def test_merged_logits_are_those_of_adapter_and_base(
         assert torch.equal(put_beside(open_adapter(tmp_path / "converted"), base).eval()(ids).logits, together)  # type: ignore[arg-type]
 
 
+IN_4_BITS = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (Linux alone)")
+
+
 def look_at_types(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
     """Type and bytes of each parameter that is not trained, and of each that is."""
     from acc_lm.runtime import bare_model
@@ -311,6 +315,7 @@ def look_at_types(accelerator: Any, model: Any, optimizer: Any, config: Any) -> 
     }  # fmt: skip
 
 
+@IN_4_BITS
 def test_a_base_in_4_bits_learns_the_same_on_one_process_and_on_several(
     bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
 ) -> None:
@@ -331,6 +336,7 @@ def test_a_base_in_4_bits_learns_the_same_on_one_process_and_on_several(
     assert 1e-5 < off < 5e-2, "4 bits are another base, but not a far one"
 
 
+@IN_4_BITS
 def test_a_run_beside_4_bits_is_resumed_exported_and_merged(recipe: list[str], tmp_path: Path) -> None:
     whole, stopped, four_bits = tmp_path / "whole", tmp_path / "stopped", [*recipe, "adapter.quantize_base=nf4"]
     run_training([*four_bits, f"output_dir={whole}"])
@@ -343,6 +349,7 @@ def test_a_run_beside_4_bits_is_resumed_exported_and_merged(recipe: list[str], t
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
 
 
+@IN_4_BITS
 def test_what_cannot_be_in_4_bits_is_one_line(
     bases: Bases, recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +474,9 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     ),
     "4 bits of what is trained": (
         ["adapter.kind=none", "adapter.quantize_base=nf4"], 2, "adapter.quantize_base must be none without an adapter, got nf4",
+    ),
+    "4 bits that compute in 64": (
+        ["adapter.quantize_base=nf4", "model.dtype=float64"], 2, "adapter.quantize_base must be none for model.dtype float64, got nf4",
     ),
     "rows for new ids": (["model.resize_embeddings=true"], 2, "model.resize_embeddings must be false beside an adapter"),
     "both ways to freeze": (["model.freeze=[lm_head*]"], 2, "model.freeze must be empty beside an adapter"),

@@ -16,6 +16,7 @@ import torch
 from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import different, tensors_of, wait_for
 
+from acc_lm import retention
 from acc_lm.retention import FORMAT, MANIFEST, STATE, problem_with
 
 TENSORS = "tensors-00000-of-00001.safetensors"
@@ -382,6 +383,12 @@ def test_a_run_that_was_copied_without_its_links_goes_on(finished_run: Path, tin
     run_training([*tiny, "training.max_steps=8", "checkpoint.keep_last=null"])
     assert os.readlink(run / "checkpoints/latest") == "step-00000008"
     assert steps_of(run) == [2, 4, 6, 8]
+    best = run / "checkpoints/best"
+    if best.is_symlink():
+        best.unlink()
+    shutil.copytree(run / "checkpoints/step-00000008", best, dirs_exist_ok=True)
+    retention._link_best(run / "checkpoints", "eval/of_nothing/loss")
+    assert not best.exists(), "nothing is the best by what was never measured"
 
 
 def test_a_good_evaluation_is_saved_even_when_no_save_is_due(tiny: list[str], tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def test_how_it_was_trained_does_not_matter_but_what_it_is_does(tiny: list[str],
     assert read(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(expected, rel=1e-6)
     refused = run_training([*tiny, "data.eval_fraction=0.2", "--eval-only"], expect=5)
     assert "data.eval_fraction was 0.1, is 0.2" in refused.errors[0]
+    assert f"choose the recipe of the run (--config {tmp_path}/run/config.yaml)" in refused.errors[1]
+    run_training(["--config", str(tmp_path / "run/config.yaml"), "--eval-only"])
 
 
 def test_with_nothing_to_evaluate_it_says_so(tiny: list[str], tmp_path: Path) -> None:

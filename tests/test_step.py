@@ -295,3 +295,18 @@ def test_a_step_looks_for_no_module_and_formats_no_stack() -> None:
         return found
 
     assert run_everywhere(run, 1) == [[]]
+
+
+def test_a_kind_of_device_that_knows_no_all_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.mps has `manual_seed` alone."""
+    from types import SimpleNamespace
+
+    import torch.mps
+
+    from acc_lm.step import set_random_state
+
+    assert not hasattr(torch.mps, "manual_seed_all"), "then there is nothing special to do any more"
+    seeded: list[int] = []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(manual_seed=seeded.append))
+    set_random_state(7, torch.device("mps"))
+    assert seeded == [7]

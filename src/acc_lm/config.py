@@ -660,6 +660,11 @@ class Config(Section):
             raise ValueError(
                 f"model.name_or_path must be the model that the adapter is for, got null; name one, {ways}"
             )
+        if self.adapter.quantize_base != "none" and model.dtype == "float64":
+            raise ValueError(
+                f"adapter.quantize_base must be none for model.dtype float64, got {self.adapter.quantize_base}, which computes in 16 or 32 bits; "
+                "change one of them"
+            )
         if model.freeze:
             raise ValueError(
                 f"model.freeze must be empty beside an adapter, which freezes all of the model, got {list(model.freeze)}; leave it out, {ways}"

@@ -205,7 +205,10 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
     from transformers import AutoTokenizer
 
     if open_adapter(folder) is None:
-        raise ConfigError(f"FINAL must be the folder of an adapter, got {folder}; name the final/ of a run with one")
+        got = folder if folder.is_dir() else f"{folder}, which does not exist"
+        raise ConfigError(
+            f"FINAL must be the folder of an adapter, got {got}; name the final/ of a finished run with one"
+        )
     if output.exists():
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
     model = load_exported(folder).float().merge_and_unload().to(dtype)  # summed in float32, whatever comes of it

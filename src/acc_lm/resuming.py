@@ -54,7 +54,9 @@ def check_same_recipe(
     notes = []
     if changes and (binding or not config.checkpoint.allow_changed_recipe):
         ways = f"another output_dir (output_dir={_next_name(config.output_dir)})"
-        if not binding:
+        if evaluates:
+            ways = f"the recipe of the run (--config {config.output_dir}/config.yaml), or acc-lm evaluate with --data for other text"
+        elif not binding:
             ways += ", or checkpoint.allow_changed_recipe=true to go on with the new values"
         lines = [
             f"{checkpoint.folder} was made by another recipe: {key} was {was!r}, is {now!r}"

@@ -101,9 +101,14 @@ def _link(link: Path, folder: Path) -> None:
     temporary = link.with_name(f"tmp-{link.name}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.name)
-    if link.is_dir() and not link.is_symlink():  # a run that was copied as if links were folders
-        shutil.rmtree(link)
+    _remove_copy(link)
     temporary.replace(link)
+
+
+def _remove_copy(link: Path) -> None:
+    """What stands in a link's place in a run that was copied as if links were folders."""
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -166,6 +171,7 @@ def _link_best(root: Path, metric: str) -> Path | None:
     if best:
         _link(root / "best", best)
     else:
+        _remove_copy(root / "best")
         (root / "best").unlink(missing_ok=True)
     return best
 

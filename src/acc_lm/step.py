@@ -82,7 +82,8 @@ def set_random_state(state: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(state)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed_all(state)
+        module = torch.get_device_module(device)
+        getattr(module, "manual_seed_all", module.manual_seed)(state)  # a Mac has one GPU and no word for all
 
 
 def _random_state(seed: int, step: int, micro_batch: int, process: int) -> int:

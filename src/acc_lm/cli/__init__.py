@@ -220,7 +220,10 @@ def _not_loadable(key: str, folder: Path, error: Exception) -> ConfigError:
 
 def _generate(known: argparse.Namespace) -> int:
     if not any((known.model / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ConfigError(f"model must be the folder of an exported model, got {known.model}; name the final/ of a run")
+        got = known.model if known.model.is_dir() else f"{known.model}, which does not exist"
+        raise ConfigError(
+            f"model must be the folder of an exported model, got {got}; name the final/ of a finished run"
+        )
     for name, wrong, wanted in (
         ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
         ("--temperature", known.temperature < 0, "0 or more"),
