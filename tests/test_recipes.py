@@ -198,7 +198,7 @@ def test_pretrain_synthetic_reaches_the_entropy_rate_and_never_goes_below(tmp_pa
 
     recipe = ROOT / "recipes/pretrain_synthetic.yaml"
     config = load_config(recipe)
-    assert (config.training.max_steps, config.training.global_batch_size, config.data.sequence_length) == (2000, 16, 64)
+    assert (config.training.max_steps, config.training.global_batch_size, config.data.sequence_length) == (500, 16, 64)
     finished = run_training(
         ["--config", str(recipe), f"output_dir={tmp_path / 'run'}", "tracking.report_to=[]"], timeout=400
     )
