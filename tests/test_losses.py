@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acc_lm.losses import CHUNK_POSITIONS, loss_sums, summed_loss
+from acc_lm.losses import CHUNK_BYTES, CHUNK_POSITIONS, chunk_positions, loss_sums, summed_loss
 
 
 def example(
@@ -99,3 +99,31 @@ def test_logits_of_full_size_never_exist() -> None:
     with LargestTensor() as evaluation, torch.no_grad():
         loss_sums(hidden, head.weight, head.bias, targets)
     assert max(fused.numel, evaluation.numel) <= CHUNK_POSITIONS * 500
+
+
+def test_a_gpu_gets_few_chunks_of_one_size_and_a_cpu_small_ones() -> None:
+    gpu = torch.device("cuda")
+    assert chunk_positions(32 * 1024, 50304, torch.device("cpu")) == CHUNK_POSITIONS
+    for positions, vocab_size, num_chunks in (
+        (32 * 1024, 50304, 7),
+        (16 * 2048, 128256, 16),
+        (100, 50304, 1),
+        (8192, 2_000_000, 32),
+    ):
+        size = chunk_positions(positions, vocab_size, gpu)
+        assert -(-positions // size) == num_chunks
+        assert size * vocab_size * 4 <= CHUNK_BYTES + CHUNK_POSITIONS * vocab_size * 4
+    assert chunk_positions(1024, 1 << 30, gpu) == CHUNK_POSITIONS, "however many words there are"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_it_is_the_same(dtype: torch.dtype) -> None:
+    """Buffers that are written to again and again are no buffers to a compiler."""
+    results = []
+    for function in (summed_loss, torch.compile(summed_loss, backend="aot_eager", fullgraph=True)):
+        hidden, head, targets = example(dtype, bias=False)
+        loss = function(hidden, head.weight, None, targets)
+        loss.backward()
+        results.append((loss, hidden.grad, head.weight.grad))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-6)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 IGNORE_INDEX = -100
 CHUNK_POSITIONS = 128
+CHUNK_BYTES = 1 << 30
+"""Of the fp32 logits of a chunk on a GPU, where a chunk more is a dozen launches and the gradient of the weight read and written once more."""
 
 
 class LossSums(NamedTuple):
@@ -44,6 +46,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def chunk_positions(num_positions: int, vocab_size: int, device: torch.device) -> int:
+    """Positions whose logits exist at a time: as few as keep a CPU's cores busy; on a GPU chunks of one size."""
+    if device.type == "cpu":
+        return CHUNK_POSITIONS
+    num_chunks = -(-num_positions * vocab_size * 4 // CHUNK_BYTES)
+    return max(CHUNK_POSITIONS, -(-num_positions // (num_chunks * CHUNK_POSITIONS)) * CHUNK_POSITIONS)
+
+
 class _SummedLoss(torch.autograd.Function):
     """Sum of the losses of N positions, with the gradients made in the forward pass."""
 
@@ -57,16 +67,19 @@ class _SummedLoss(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=exact) if needs_bias and bias_V is not None else None
         nll = torch.zeros((), dtype=exact, device=hidden_NH.device)
-        for start in range(0, hidden_NH.shape[0], CHUNK_POSITIONS):
-            hidden_CH = hidden_NH[start : start + CHUNK_POSITIONS]
-            targets_C1 = targets_N[start : start + CHUNK_POSITIONS, None]
+        size = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden_NH.device)
+        # Two buffers for all chunks: glibc may keep what each of them would free.
+        shape = (min(size, hidden_NH.shape[0]), weight.shape[0])
+        logits, log_p = hidden_NH.new_empty(shape), hidden_NH.new_empty(shape, dtype=exact)
+        for start in range(0, hidden_NH.shape[0], size):
+            hidden_CH = hidden_NH[start : start + size]
+            targets_C1 = targets_N[start : start + size, None]
             is_target_C1 = targets_C1 != IGNORE_INDEX
             index_C1 = targets_C1.clamp(min=0)
-            logits_CV = hidden_CH @ weight.t()
+            logits_CV = torch.mm(hidden_CH, weight.t(), out=logits[: len(hidden_CH)])
             if bias_V is not None:
                 logits_CV = logits_CV + bias_V
-            log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=exact)
-            del logits_CV
+            log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=exact, out=log_p[: len(hidden_CH)])
             nll -= (log_p_CV.gather(1, index_C1) * is_target_C1).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
@@ -78,7 +91,7 @@ class _SummedLoss(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(compute)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[start : start + CHUNK_POSITIONS] = grad_CV @ weight
+                grad_hidden_NH[start : start + size] = grad_CV @ weight
             if grad_weight_VH is not None:
                 if compute == exact:
                     grad_weight_VH.addmm_(grad_CV.t(), hidden_CH)
@@ -127,8 +140,9 @@ def loss_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     nll = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    for start in range(0, hidden_NH.shape[0], CHUNK_POSITIONS):
-        chunk = slice(start, start + CHUNK_POSITIONS)
+    size = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden_NH.device)
+    for start in range(0, hidden_NH.shape[0], size):
+        chunk = slice(start, start + size)
         sums = sums_of_logits(nn.functional.linear(hidden_NH[chunk], weight, bias), targets_N[chunk])
         nll += sums.nll
         num_correct += sums.num_correct
@@ -152,9 +166,10 @@ def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
 def position_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> PositionLosses:
     """The losses of an evaluation one by one; arguments as in `summed_loss`, no gradient."""
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    size = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden_NH.device)
     chunks = [
         losses_of_logits(nn.functional.linear(some_CH, weight, bias), some_C)
-        for some_CH, some_C in zip(hidden_NH.split(CHUNK_POSITIONS), targets_N.split(CHUNK_POSITIONS), strict=True)
+        for some_CH, some_C in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
     ]
     nll_N, is_correct_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return PositionLosses(nll_N.view_as(targets), is_correct_N.view_as(targets))
