@@ -58,13 +58,14 @@ class Rows(Dataset[Batch]):
         """
         rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)  # Python's own integers index faster
         length = self.sequence_length
-        ids = np.zeros((len(rows), length + 1), dtype=np.int64)
+        ids = np.empty((len(rows), length + 1), dtype=np.int64)
         short: list[tuple[int, int]] = []
         for i, row in enumerate(rows):
             start = row * length
             piece = self.tokens[start : start + length + 1] if row >= 0 else self.tokens[:0]
             ids[i, : len(piece)] = piece
             if len(piece) <= length:
+                ids[i, len(piece) :] = 0
                 short.append((i, max(len(piece), 1)))
         tensor = torch.from_numpy(ids)
         targets = tensor[:, 1:]
