@@ -199,7 +199,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                 num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
             )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
-            bar.advance()
+            bar.advance(step)
             if watch.note(step, outcome):
                 saver.wait()
                 back = resuming.rewind(accelerator, output_dir, model, optimizer, config.checkpoint)

@@ -16,6 +16,8 @@ from processes import LAUNCH_VARIABLES, ROOT, launcher_environment, run_everywhe
 from test_step import RaggedRows, make_config, make_model
 
 from acc_lm.cli import main
+from acc_lm.config import TrainingConfig
+from acc_lm.errors import ConfigError
 
 CONFIGS = ROOT / "accelerate_configs"
 BIN = Path(sys.executable).parent
@@ -285,6 +287,15 @@ def test_a_global_batch_that_does_not_divide_names_all_three_numbers(tiny: list[
     finished = run_training([*tiny, "training.micro_batch_size=4"], num_processes=2, expect=2)
     (line,) = finished.errors
     assert "must be a multiple of micro_batch_size 4 x 2 processes = 8, got 12; nearest: 8, 16" in line
+
+
+def test_a_global_batch_smaller_than_a_micro_batch_of_each_must_only_divide() -> None:
+    from acc_lm.runtime import split_global_batch
+
+    training = TrainingConfig(max_steps=1, global_batch_size=10, micro_batch_size=16)
+    assert split_global_batch(training, 2) == (5, 1)
+    with pytest.raises(ConfigError, match="must be a multiple of the 4 processes, got 10; nearest: 8, 12"):
+        split_global_batch(training, 4)
 
 
 def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:

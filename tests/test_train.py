@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 from pathlib import Path
 
@@ -209,3 +210,10 @@ if __name__ == "__main__":
         run_training(golden_arguments(str(recipe), Path(name, "run")))
         found = [entry["train/loss"] for entry in read_metrics(Path(name, "run")) if "train/loss" in entry]
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def test_the_time_left_is_told_once_it_is_known(tiny: list[str]) -> None:
+    lines = re.findall(r"^step \d+/.*tokens/s.*$", run_training([*tiny, "training.log_every=1"]).output, re.MULTILINE)
+    assert len(lines) > 2
+    assert "left" not in lines[0], "the first step takes longer than the others"
+    assert all(re.search(r"tokens/s  \d+:\d\d left$", line) for line in lines[1:])

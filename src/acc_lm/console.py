@@ -111,14 +111,17 @@ class Bar:
     def __init__(self, num_steps: int, step: int, *, enabled: bool) -> None:
         self._enabled = enabled
         self._num_steps = num_steps
-        self._first = step
-        self._start = time.monotonic()
+        self._first: int | None = None
+        """Step from which time is counted: the first one here takes longer than the others."""
+        self._start = 0.0
         self._plain = enabled and not sys.stderr.isatty()
         self._bar = tqdm(
             total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not enabled or self._plain
         )
 
-    def advance(self) -> None:
+    def advance(self, step: int) -> None:
+        if self._first is None:
+            self._first, self._start = step, time.monotonic()
         self._bar.update()
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
@@ -128,10 +131,11 @@ class Bar:
         names = ("loss", "learning_rate", "tokens_per_second")
         loss, rate, speed = (metrics.get(f"train/{name}", math.nan) for name in names)
         if self._plain:
-            left = (time.monotonic() - self._start) / max(step - self._first, 1) * (self._num_steps - step)
-            self.line(
-                f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {_duration(left)} left"
-            )
+            left, done = "", step - (self._first or step)
+            if done:
+                seconds = (time.monotonic() - self._start) / done * (self._num_steps - step)
+                left = f"  {_duration(seconds)} left"
+            self.line(f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{left}")
         else:
             self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s", refresh=False)
 

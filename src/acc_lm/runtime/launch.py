@@ -183,9 +183,11 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
     micro = min(training.micro_batch_size, share)
     if rest or share % micro:
         per_round = training.micro_batch_size * num_processes
+        multiple_of = f"micro_batch_size {training.micro_batch_size} x {num_processes} processes = {per_round}"
+        if training.global_batch_size < per_round:
+            per_round, multiple_of = num_processes, f"the {num_processes} processes"
         raise ConfigError(
-            f"training.global_batch_size must be a multiple of micro_batch_size {training.micro_batch_size} x {num_processes} "
-            f"processes = {per_round}, got {training.global_batch_size}; nearest: "
+            f"training.global_batch_size must be a multiple of {multiple_of}, got {training.global_batch_size}; nearest: "
             f"{nearest_multiples(training.global_batch_size, per_round)}; or change training.micro_batch_size"
         )
     return micro, share // micro
