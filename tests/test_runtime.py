@@ -292,10 +292,15 @@ def test_a_global_batch_that_does_not_divide_names_all_three_numbers(tiny: list[
 def test_a_global_batch_smaller_than_a_micro_batch_of_each_must_only_divide() -> None:
     from acc_lm.runtime import split_global_batch
 
-    training = TrainingConfig(max_steps=1, global_batch_size=10, micro_batch_size=16)
-    assert split_global_batch(training, 2) == (5, 1)
-    with pytest.raises(ConfigError, match="must be a multiple of the 4 processes, got 10; nearest: 8, 12"):
-        split_global_batch(training, 4)
+    def split(size: int) -> tuple[int, int]:
+        return split_global_batch(TrainingConfig(max_steps=1, global_batch_size=size, micro_batch_size=6), 4)
+
+    assert split(12) == (3, 1)
+    with pytest.raises(
+        ConfigError, match="a multiple of micro_batch_size 6 and of the 4 processes, got 18; nearest: 12, 24"
+    ):
+        split(18)
+    assert split(24) == (6, 1)
 
 
 def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:

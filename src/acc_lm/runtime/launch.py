@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import warnings
@@ -185,7 +186,8 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
         per_round = training.micro_batch_size * num_processes
         multiple_of = f"micro_batch_size {training.micro_batch_size} x {num_processes} processes = {per_round}"
         if training.global_batch_size < per_round:
-            per_round, multiple_of = num_processes, f"the {num_processes} processes"
+            per_round = math.lcm(training.micro_batch_size, num_processes)
+            multiple_of = f"micro_batch_size {training.micro_batch_size} and of the {num_processes} processes"
         raise ConfigError(
             f"training.global_batch_size must be a multiple of {multiple_of}, got {training.global_batch_size}; nearest: "
             f"{nearest_multiples(training.global_batch_size, per_round)}; or change training.micro_batch_size"
