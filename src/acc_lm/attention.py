@@ -10,10 +10,12 @@ on a GPU the list of the blocks that FlexAttention has to compute, so that no ma
 
 from __future__ import annotations
 
+import atexit
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from acc_lm.errors import ConfigError
 
@@ -81,6 +83,39 @@ def causal_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def kernel_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
+    """The order in which torch is to look for a fused attention on a GPU of NVIDIA; it takes the first that can.
+
+    cuDNN's is the fastest on Hopper, and there torch prefers it in some of its versions only. What it cannot do, such as
+    float32 or large heads, it refuses by itself, and the next one is asked.
+
+    Args:
+        capability: compute capability of the GPU.
+
+    Returns:
+        () for the order that torch has.
+    """
+    if capability[0] != 9:
+        return ()
+    return (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def prefer_kernels(capability: tuple[int, int], cudnn: bool = True) -> None:
+    """Set `kernel_order` for the rest of this process, compiled models included.
+
+    Args:
+        cudnn: False: cuDNN's attention is never used.
+    """
+    order = kernel_order(capability)
+    if not cudnn:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    elif order:
+        # For the whole process and not around each call, which would cost as much time as a small kernel.
+        chosen = sdpa_kernel(list(order), set_priority=True)
+        chosen.__enter__()
+        atexit.register(chosen.__exit__, None, None, None)  # held by nobody, it would be undone at once
 
 
 def document_mask(document_ids: Tensor) -> Tensor | BlockMask:

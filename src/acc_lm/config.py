@@ -363,8 +363,12 @@ class TrainingConfig(Section):
     """Before the first step, try a full micro-batch and take smaller ones of the same global batch until it fits on all processes."""
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
     """Compute precision; null: what the Accelerate config says."""
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How torchao scales what has 8 bits under fp8: by tensor (fastest), by row, by row with the weights' gradients in 16 bits."""
     allow_tf32: bool = False
     """Let fp32 matrix products use TF32 on GPUs that have it."""
+    cudnn_attention: bool = True
+    """On Hopper GPUs, cuDNN's attention wherever it can take the place of another kernel; never changes more than rounding."""
     deterministic: bool = False
     """Only deterministic kernels (slower on a GPU)."""
     log_every: PositiveInt = 10
@@ -696,6 +700,7 @@ NOT_LEARNED = (
     "training.max_minutes",
     "training.max_nonfinite_steps",
     "training.deterministic",
+    "training.cudnn_attention",
     "model.gradient_checkpointing",
 )
 

@@ -4,7 +4,11 @@ The sum of -log p over the targets is computed for a few rows of logits at a tim
 While a chunk's logits are at hand its part of the gradient is made too, so nothing is computed twice: the idea of
 Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989, section 3.2, in plain torch.
 
-Shapes: N positions, H hidden size, V vocabulary, C positions of a chunk.
+On a GPU the copy of the weight that is computed with has some rows more than the vocabulary, of zeros, because matrix
+products are slow where a row does not end at a multiple of 16 bytes (GPT-2's 50257). Their logits are -inf, so no sum and
+no gradient has a part of them, and no parameter, checkpoint or exported model ever has these rows.
+
+Shapes: N positions, H hidden size, V vocabulary, W vocabulary with what is added on a GPU, C positions of a chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from torch import Tensor, nn
 
 IGNORE_INDEX = -100
 CHUNK_POSITIONS = 128
-CHUNK_BYTES = 1 << 30
-"""Of the fp32 logits of a chunk on a GPU, where a chunk more is a dozen launches and the gradient of the weight read and written once more."""
+GPU_CHUNK_LOGITS = 2**28
+"""Most logits of a chunk on a GPU, 1 GiB in fp32: a product is fast when it has thousands of rows."""
+GPU_MULTIPLE = 64
 
 
 class LossSums(NamedTuple):
@@ -47,11 +52,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunk_positions(num_positions: int, vocab_size: int, device: torch.device) -> int:
-    """Positions whose logits exist at a time: as few as keep a CPU's cores busy; on a GPU chunks of one size."""
-    if device.type == "cpu":
+    """Positions whose logits are made at once: what stays in a processor's cache, or what keeps a GPU busy."""
+    if device.type != "cuda":
         return CHUNK_POSITIONS
-    num_chunks = -(-num_positions * vocab_size * 4 // CHUNK_BYTES)
-    return max(CHUNK_POSITIONS, -(-num_positions // (num_chunks * CHUNK_POSITIONS)) * CHUNK_POSITIONS)
+    num_chunks = -(-num_positions * vocab_size // GPU_CHUNK_LOGITS)
+    share = -(-num_positions // max(num_chunks, 1))  # chunks as equal as can be
+    return max(CHUNK_POSITIONS, -(-share // CHUNK_POSITIONS) * CHUNK_POSITIONS)
+
+
+def padded_vocabulary(vocab_size: int, device: torch.device) -> int:
+    """Rows of the weight that logits are made with."""
+    return -(-vocab_size // GPU_MULTIPLE) * GPU_MULTIPLE if device.type == "cuda" else vocab_size
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -62,41 +73,55 @@ class _SummedLoss(torch.autograd.Function):
         compute = hidden_NH.dtype
         exact = wide(compute)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight = weight_VH.to(compute)
+        size = weight_VH.shape[0]
+        added = padded_vocabulary(size, weight_VH.device) - size
+        if added:  # in the copy to the type of the computation, which is made anyway
+            weight_WH = weight_VH.new_zeros((size + added, weight_VH.shape[1]), dtype=compute)
+            weight_WH[:size] = weight_VH
+        else:
+            weight_WH = weight_VH.to(compute)
+        bias_W = bias_V
+        if added and bias_V is not None:
+            bias_W = nn.functional.pad(bias_V, (0, added), value=-torch.inf)
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight, dtype=exact) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=exact) if needs_bias and bias_V is not None else None
+        grad_weight_WH = torch.zeros_like(weight_WH, dtype=exact) if needs_weight else None
+        grad_bias_W = torch.zeros_like(bias_W, dtype=exact) if needs_bias and bias_W is not None else None
         nll = torch.zeros((), dtype=exact, device=hidden_NH.device)
-        size = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden_NH.device)
-        # Two buffers for all chunks: glibc may keep what each of them would free.
-        shape = (min(size, hidden_NH.shape[0]), weight.shape[0])
+        num_positions = hidden_NH.shape[0]
+        positions = chunk_positions(num_positions, size + added, hidden_NH.device)
+        # Two buffers for all chunks: what each of them would free, glibc may keep.
+        shape = (min(positions, num_positions), size + added)
         logits, log_p = hidden_NH.new_empty(shape), hidden_NH.new_empty(shape, dtype=exact)
-        for start in range(0, hidden_NH.shape[0], size):
-            hidden_CH = hidden_NH[start : start + size]
-            targets_C1 = targets_N[start : start + size, None]
+        for start in range(0, num_positions, positions):
+            hidden_CH = hidden_NH[start : start + positions]
+            targets_C1 = targets_N[start : start + positions, None]
             is_target_C1 = targets_C1 != IGNORE_INDEX
             index_C1 = targets_C1.clamp(min=0)
-            logits_CV = torch.mm(hidden_CH, weight.t(), out=logits[: len(hidden_CH)])
-            if bias_V is not None:
-                logits_CV = logits_CV + bias_V
-            log_p_CV = torch.log_softmax(logits_CV, dim=-1, dtype=exact, out=log_p[: len(hidden_CH)])
-            nll -= (log_p_CV.gather(1, index_C1) * is_target_C1).sum()
+            logits_CW = torch.mm(hidden_CH, weight_WH.t(), out=logits[: len(hidden_CH)])
+            if bias_W is not None:
+                logits_CW = logits_CW + bias_W
+            elif added:
+                logits_CW[:, size:] = -torch.inf
+            log_p_CW = torch.log_softmax(logits_CW, dim=-1, dtype=exact, out=log_p[: len(hidden_CH)])
+            nll -= (log_p_CW.gather(1, index_C1) * is_target_C1).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # d nll / d logits = softmax - one_hot(target), and 0 where there is no target
-            grad_CV = log_p_CV.exp_()
-            grad_CV.scatter_add_(1, index_C1, -torch.ones_like(index_C1, dtype=exact))
-            grad_CV *= is_target_C1
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(compute)
+            grad_CW = log_p_CW.exp_()
+            grad_CW.scatter_add_(1, index_C1, -torch.ones_like(index_C1, dtype=exact))
+            grad_CW *= is_target_C1
+            if grad_bias_W is not None:
+                grad_bias_W += grad_CW.sum(dim=0)
+            grad_CW = grad_CW.to(compute)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[start : start + size] = grad_CV @ weight
-            if grad_weight_VH is not None:
+                grad_hidden_NH[start : start + positions] = grad_CW @ weight_WH
+            if grad_weight_WH is not None:
                 if compute == exact:
-                    grad_weight_VH.addmm_(grad_CV.t(), hidden_CH)
+                    grad_weight_WH.addmm_(grad_CW.t(), hidden_CH)
                 else:
-                    grad_weight_VH += grad_CV.t() @ hidden_CH  # sums of chunks in fp32 keep bf16's precision
+                    grad_weight_WH += grad_CW.t() @ hidden_CH  # sums of chunks in fp32 keep bf16's precision
+        grad_weight_VH = None if grad_weight_WH is None else grad_weight_WH[:size]
+        grad_bias_V = None if grad_bias_W is None else grad_bias_W[:size]
         ctx.save_for_backward(grad_hidden_NH, grad_weight_VH, grad_bias_V)
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return nll
@@ -140,9 +165,9 @@ def loss_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     nll = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    size = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden_NH.device)
-    for start in range(0, hidden_NH.shape[0], size):
-        chunk = slice(start, start + size)
+    positions = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden.device)
+    for start in range(0, hidden_NH.shape[0], positions):
+        chunk = slice(start, start + positions)
         sums = sums_of_logits(nn.functional.linear(hidden_NH[chunk], weight, bias), targets_N[chunk])
         nll += sums.nll
         num_correct += sums.num_correct
@@ -166,10 +191,10 @@ def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
 def position_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> PositionLosses:
     """The losses of an evaluation one by one; arguments as in `summed_loss`, no gradient."""
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    size = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden_NH.device)
+    positions = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden.device)
     chunks = [
         losses_of_logits(nn.functional.linear(some_CH, weight, bias), some_C)
-        for some_CH, some_C in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
+        for some_CH, some_C in zip(hidden_NH.split(positions), targets_N.split(positions), strict=True)
     ]
     nll_N, is_correct_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return PositionLosses(nll_N.view_as(targets), is_correct_N.view_as(targets))

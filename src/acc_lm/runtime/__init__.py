@@ -3,6 +3,7 @@
     config_file   what Accelerate's yaml says that Accelerate itself would ignore
     launch        environment of the launcher -> Accelerator, or an error that says why not
     strategy      the strategy that was asked for, the model inside what it made
+    fp8           what has to be here for products of 8 bits, and what Accelerate is to be told
     fsdp          FSDP2 and HSDP: what Accelerate is to be told
     deepspeed     the same for DeepSpeed, and its settings from the recipe
     extensions    DeepSpeed's C++ extensions, built before anybody waits for them

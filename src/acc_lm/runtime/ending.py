@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def close(accelerator: Accelerator) -> None:
     """End the process group so that no process leaves while another still uses it."""
     accelerator.wait_for_everyone()
+    gc.unfreeze()
     accelerator.free_memory()
     accelerator.end_training()
 

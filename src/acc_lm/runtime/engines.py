@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from acc_lm.errors import DivergedError, UserError
 from acc_lm.rows import Batch
 from acc_lm.runtime.deepspeed import partition
+from acc_lm.runtime.fp8 import check_layers
 from acc_lm.runtime.fsdp import check_block_class
 from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
 from acc_lm.runtime.strategy import asked_strategy, bare_model
@@ -89,6 +90,8 @@ def prepare(
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):
             check_block_class(accelerator, model)
+        if accelerator.mixed_precision == "fp8":
+            check_layers(model)
         prepared = accelerator.prepare(model, optimizer)
         gc.collect()
         return prepared[0], prepared[1]
@@ -153,11 +156,14 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
 
 
 def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
-    """One throw-away forward and backward, so that the first step adds gradients in the order of all others.
+    """Before the first step: what exists by now is out of the garbage collector's sight, and DDP's buckets are in order.
 
-    DDP regroups its buckets after the first backward. Without this, the first step after a resume would add in another
-    order than the same step of an uninterrupted run, and the run would not be bit-identical any more.
+    A full collection looks at all that libraries and model have made, in the middle of a step, half a second long. And
+    DDP regroups its buckets after the first backward: without a throw-away one, the first step after a resume would add
+    in another order than the same step of an uninterrupted run, and the run would not be bit-identical any more.
     """
+    gc.collect()
+    gc.freeze()
     if asked_strategy() != "ddp":
         return
     with accelerator.autocast():

@@ -232,7 +232,7 @@ def _precision(accelerator: Accelerator, model: Any) -> str:
 
     weights = sorted({name(p.dtype) for p in model.parameters()})
     updated = compute = reduce = "/".join(weights)
-    asked = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}.get(accelerator.mixed_precision)
+    asked = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(accelerator.mixed_precision)
     if is_deepspeed(model):
         if asked:
             updated, compute = "float32", asked
@@ -243,6 +243,8 @@ def _precision(accelerator: Accelerator, model: Any) -> str:
         reduce = name(policy.reduce_dtype or reduce)
     elif accelerator.native_amp and asked:
         compute = f"{asked} autocast"
+    if any(type(module).__name__ == "Float8Linear" for module in model.modules()):
+        compute = f"fp8 products, else {compute}"
     if updated == compute == reduce:
         return updated
     return f"{updated} weights, {compute} compute, {reduce} reduction"

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from acc_lm.attention import prefer_kernels
 from acc_lm.config import DistributedConfig, TrainingConfig, nearest_multiples
 from acc_lm.errors import ConfigError, MachineError
 from acc_lm.runtime.config_file import check_config_file, lost_settings, rendezvous_backend
 from acc_lm.runtime.deepspeed import build_models_whole, deepspeed_plugin, offload_device
 from acc_lm.runtime.extensions import build_extensions
+from acc_lm.runtime.fp8 import check_machine, check_recipe, recipe_kwargs
 from acc_lm.runtime.fsdp import fsdp_plugin, mesh, shard_on_cpu
 from acc_lm.runtime.strategy import asked_strategy, flag
 
@@ -80,13 +82,19 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
             group.backend = "gloo"  # else Accelerate counts one process and DeepSpeed all of them
     elif strategy in ("fsdp2", "hsdp"):
         keywords |= asked.plugins
+    handlers = [ddp, group]
+    loads_on_main = False
+    if precision == "fp8":
+        handlers.append(recipe_kwargs(config))
+        if strategy in ("fsdp2", "hsdp"):  # refused by Accelerate for weights that are gathered in 8 bits; ours are not
+            loads_on_main, asked.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True, False
     try:
         if strategy in ("fsdp2", "hsdp") and not has_accelerator:
             shard_on_cpu(precision, keywords, group.to_kwargs())
         accelerator = Accelerator(
             **keywords,
             mixed_precision=precision,
-            kwargs_handlers=[ddp, group],
+            kwargs_handlers=handlers,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=accumulation,
                 sync_with_dataloader=False,
@@ -100,6 +108,8 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MachineError(_rendezvous_problem(str(error))) from None
+    if loads_on_main:
+        asked.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True
     if accelerator.num_processes != asked.num_processes:
         raise MachineError(
             f"the launcher must give what it started, got {asked.num_processes} processes (WORLD_SIZE) where Accelerate sees "
@@ -139,9 +149,10 @@ def read_launch(mixed_precision: str | None, typed: Namespace | None = None) -> 
     check_config_file(typed)
     os.environ |= lost_settings()
     strategy = asked_strategy()
-    precision = _checked_precision(mixed_precision, has_accelerator)
+    precision = _checked_precision(mixed_precision, has_accelerator, strategy)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     _refuse_missing_devices(has_accelerator)
+    _refuse_hooks_that_are_lost(strategy)
     plugins: dict[str, Any] = {}
     if strategy in ("fsdp2", "hsdp"):
         plugins = {"fsdp_plugin": fsdp_plugin(precision, has_accelerator), "parallelism_config": mesh(num_processes)}
@@ -156,6 +167,8 @@ def fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
         ConfigError: the global batch does not divide over the processes.
     """
     _refuse_other_dtypes(config, asked.strategy, asked.precision)
+    if asked.precision == "fp8":
+        check_recipe(config)
     _refuse_what_a_cpu_cannot_do(config.distributed, asked.strategy, asked.has_accelerator)
     _refuse_a_hook_that_fails(config, asked.strategy)
     if config.data.streaming and config.data.num_streams % asked.num_processes:
@@ -235,6 +248,16 @@ def _refuse_restarts_that_hang() -> None:
         )
 
 
+def _refuse_hooks_that_are_lost(strategy: str) -> None:
+    """Accelerate compiles before it shards, and a model compiled as a whole calls no hook that gathers its weights."""
+    compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+    if strategy in ("fsdp2", "hsdp") and compiles and not flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
+        raise MachineError(
+            f"dynamo_use_regional_compilation must be true under {strategy}, got false; set it in dynamo_config, or give "
+            "--dynamo_use_regional_compilation: each block is compiled, and gathers its own weights"
+        )
+
+
 def _refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
     if strategy.startswith("deepspeed") and config.model.dtype != "float32":
         raise MachineError(
@@ -253,13 +276,15 @@ def _refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
         )
 
 
-def _checked_precision(by_recipe: str | None, has_accelerator: bool) -> str:
+def _checked_precision(by_recipe: str | None, has_accelerator: bool, strategy: str = "single") -> str:
     precision = by_recipe or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     key = "training.mixed_precision" if by_recipe else "mixed_precision of the launch"
     if precision in ("fp16", "fp8") and not has_accelerator:
         raise MachineError(
             f"{key} must be bf16 or no on a CPU, got {precision}, which only accelerators execute; use bf16 or no there, or on the command line"
         )
+    if precision == "fp8":
+        check_machine(key, strategy)
     on_cuda = has_accelerator and torch.cuda.is_available()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise MachineError(
@@ -369,6 +394,8 @@ def _owner_of_port(port: str) -> str:
 def _set_numerics(training: TrainingConfig, device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = training.allow_tf32
     torch.backends.cudnn.allow_tf32 = training.allow_tf32
+    if device.type == "cuda" and torch.version.hip is None:
+        prefer_kernels(torch.cuda.get_device_capability(device), training.cudnn_attention)
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -1,0 +1,85 @@
+"""fp8: matrix products of 8 bits by torchao, through Accelerate; weights, sums and everything else stay as under bf16."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from acc_lm.config import Config
+from acc_lm.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from accelerate.utils import AORecipeKwargs
+
+CAPABILITY = (8, 9)
+"""Least compute capability: Ada Lovelace, Hopper and later."""
+MULTIPLE = 16
+"""Of the sizes of a layer whose products can have 8 bits."""
+
+
+def check_machine(key: str, strategy: str) -> None:
+    """Whether there is what fp8 needs; Accelerate would use fp16 instead, with a warning.
+
+    Raises:
+        MachineError: no torchao, a GPU without fp8, or an engine that cannot do it.
+    """
+    if strategy.startswith("deepspeed"):
+        raise MachineError(
+            f"{key} must be bf16 or no under DeepSpeed, got fp8, which torchao has for one GPU, DDP and FSDP2; use "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    if find_spec("torchao") is None:
+        raise MachineError(
+            f"{key} must be bf16 or no without torchao, got fp8; install it (pip install 'acc-lm[fp8]') or change it"
+        )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise MachineError(
+            f"{key} must be bf16 or no on {torch.cuda.get_device_name()}, got fp8, which takes compute capability 8.9 and it has {found}; "
+            "change it"
+        )
+
+
+def check_recipe(config: Config) -> None:
+    """Whether 8 bits go together with what else the recipe says.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.adapter.kind != "none":
+        raise ConfigError(
+            f"adapter.kind must be none with training.mixed_precision fp8, got {config.adapter.kind}, whose matrices are too small to gain "
+            "from it; use bf16"
+        )
+    if config.model.dtype != "float32":
+        raise ConfigError(
+            f"model.dtype must be float32 with training.mixed_precision fp8, got {config.model.dtype}; leave it out"
+        )
+
+
+def recipe_kwargs(config: Config) -> AORecipeKwargs:
+    """What Accelerate is to be told.
+
+    The weights stay ordinary tensors under FSDP2 too, gathered in bf16: only so can any engine read what was saved.
+    """
+    from accelerate.utils import AORecipeKwargs
+    from torchao.float8 import Float8LinearConfig
+
+    return AORecipeKwargs(config=Float8LinearConfig.from_recipe_name(config.training.fp8_recipe))
+
+
+def check_layers(model: nn.Module) -> None:
+    """Before it is prepared: does it have layers whose products can have 8 bits? Accelerate leaves out the first and the last.
+
+    Raises:
+        ConfigError: it has none, so that fp8 would be a word only.
+    """
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)][1:-1]
+    if not any(m.in_features % MULTIPLE == m.out_features % MULTIPLE == 0 for m in linear):
+        raise ConfigError(
+            f"training.mixed_precision must be bf16 for {type(model).__name__}, got fp8, which is for linear layers with sizes that are "
+            f"multiples of {MULTIPLE}, and it has none between its first and its last; use bf16"
+        )
