@@ -71,7 +71,7 @@ def test_a_crash_at_a_stage_of_saving_loses_nothing(
 
 
 PHASES = {
-    "tokenising": ("acc_lm.data._flush", 2),
+    "tokenising": ("acc_lm.data.flush", 2),
     "building the model": ("acc_lm.model.build_model", 1),
     "the first step": ("acc_lm.step.train_step", 1),
     "an evaluation": ("acc_lm.evaluation.release_gathered", 2),

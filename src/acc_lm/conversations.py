@@ -9,7 +9,6 @@ counts documents serves them too.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from acc_lm.cache import flush
 from acc_lm.chat import (
     COLUMNS,
     ChatTemplate,
@@ -149,14 +149,12 @@ def write_items(
                     bytes_file.write(bytes_of_targets(item.ids, targets[-1], tokenizer).tobytes())
             progress(len(document.text.encode()))
         for file in (ids_file, bytes_file):
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
     bits = np.packbits(np.concatenate(targets) if targets else np.zeros(0, dtype=bool), bitorder="little")
     for name, array in ((f"{split}_targets.bin", bits), (f"{split}_offsets.bin", np.asarray(offsets, dtype=np.int64))):
         with (folder / name).open("wb") as file:
             file.write(array.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
     return counts
 
 

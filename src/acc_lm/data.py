@@ -5,14 +5,9 @@ corpus ──► held-out documents ──► tokenizer ──► <cache>/<key>/
 
 from __future__ import annotations
 
-import fcntl
 import gzip
-import json
 import lzma
 import math
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -25,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from acc_lm.cache import cache_folder, flush, make_once, read_facts, write_facts
 from acc_lm.chat import check, describe
 from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
 from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, write_items
@@ -206,11 +202,6 @@ class Data:
         return list(row["input_ids"][0, :length].tolist())
 
 
-def cache_folder(chosen: str | None = None) -> Path:
-    """Where things are kept that can always be made again: token rows, compiled extensions."""
-    return Path(os.path.expanduser(chosen or os.environ.get("ACC_LM_CACHE") or "~/.cache/acc-lm"))
-
-
 def build_data(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
@@ -241,65 +232,25 @@ def build_data(
         how = _build if plan is None else partial(_build_conversations, plan)
         how(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
 
-    data = _load(_make_once(config, key, build, is_main_process), key, config, tokenizer, global_batch_size, plan)
-    sets = {name: _open_set(name, config, plan, data, is_main_process) for name in config.evaluation_sets}
-    return replace(
-        data,
-        evaluation_sets={name: rows for name, (rows, _) in sets.items()},
-        set_facts={name: facts for name, (_, facts) in sets.items()},
-        shuffle=config.shuffle,
+    data = _load(
+        make_once(cache_folder(config.cache_dir), key, build, is_main_process),
+        key,
+        config,
+        tokenizer,
+        global_batch_size,
+        plan,
     )
-
-
-def _make_once(config: DataConfig, key: str, build: Callable[[Path], None], is_main_process: bool) -> Path:
-    """The folder of that name in the cache; made by one process, under a file lock, when it is not there whole."""
-    cache = cache_folder(config.cache_dir)
-    folder = cache / key
-    if not _is_complete(folder):
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            (cache / f"{key}.lock").touch()
-        except OSError as error:
-            raise DataError(
-                f"data.cache_dir must be a writable folder, got {cache} ({error.strerror}); choose another"
-            ) from None
-        if not is_main_process:
-            time.sleep(1)  # let the main process, which shows the progress bar, take the lock
-        with (cache / f"{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel gives it up when its holder dies
-            if not _is_complete(folder):
-                for leftover in cache.glob(f".{key}.*"):
-                    shutil.rmtree(leftover)
-                work = cache / f".{key}.{os.getpid()}"
-                work.mkdir()
-                try:
-                    build(work)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    work.rename(folder)
-                finally:
-                    shutil.rmtree(work, ignore_errors=True)
-    return folder
+    return _with_sets(replace(data, shuffle=config.shuffle), config, plan, is_main_process)
 
 
 def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return hash_text(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}")  # type: ignore[attr-defined]
 
 
-def _is_complete(folder: Path) -> bool:
-    """True when every file listed in `facts.json`, which is written last, has the size it should have."""
-    try:
-        sizes = json.loads((folder / "facts.json").read_text())["files"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
 def _load(
     folder: Path, key: str, config: DataConfig, tokenizer: Any, global_batch_size: int, plan: ChatPlan | None
 ) -> Data:
-    values = json.loads((folder / "facts.json").read_text())
-    values.pop("files")
-    facts = DataFacts(**values | {"eval_files": tuple(values["eval_files"])})
+    facts = _facts_in(folder)
     if tokenizer is None:
         from transformers import AutoTokenizer
 
@@ -321,6 +272,21 @@ def _load(
     evaluation = _open_text(folder, dtype, config.sequence_length, end)
     _check_amount(len(train.tokens), config.sequence_length, global_batch_size, exact=True)
     return Data(train, evaluation, tokenizer, facts, key)
+
+
+def _facts_in(folder: Path) -> DataFacts:
+    facts = read_facts(folder)
+    return DataFacts(**facts | {"eval_files": tuple(facts["eval_files"])})
+
+
+def _with_sets(data: Data, config: DataConfig, plan: ChatPlan | None, is_main_process: bool) -> Data:
+    """The same with the recipe's evaluation sets beside those that it has."""
+    sets = {name: _open_set(name, config, plan, data, is_main_process) for name in config.evaluation_sets}
+    return replace(
+        data,
+        evaluation_sets=data.evaluation_sets | {name: rows for name, (rows, _) in sets.items()},
+        set_facts=data.set_facts | {name: facts for name, (_, facts) in sets.items()},
+    )
 
 
 def _open_set(
@@ -354,12 +320,10 @@ def _open_set(
             )
             check(counts, config.max_lossy_share)
             tokens, about = counts.ids, describe(counts)
-        _write_facts(work, SetFacts(len(sizes), sum(sizes), tokens, about, key))
+        write_facts(work, asdict(SetFacts(len(sizes), sum(sizes), tokens, about, key)))
 
-    folder = _make_once(config, key, build, is_main_process)
-    values = json.loads((folder / "facts.json").read_text())
-    values.pop("files")
-    facts = SetFacts(**values)
+    folder = make_once(cache_folder(config.cache_dir), key, build, is_main_process)
+    facts = SetFacts(**read_facts(folder))
     if facts.tokens < 2:
         raise DataError(f"data.evaluation_sets.{name} must have at least one target, got none; add text")
     if plan is not None:
@@ -452,7 +416,7 @@ def _build(
         source=corpus.facts,
         **sizes,
     )
-    _write_facts(work, facts)
+    write_facts(work, asdict(facts))
 
 
 def _write_text(
@@ -481,16 +445,8 @@ def _write_text(
             progress(num_bytes)
         for file in (ids_file, bytes_file):
             if file:
-                _flush(file)
+                flush(file)
     return num_tokens
-
-
-def _write_facts(work: Path, facts: DataFacts | SetFacts) -> None:
-    """Last, with the size of everything that belongs to it."""
-    files = {str(path.relative_to(work)): path.stat().st_size for path in work.rglob("*") if path.is_file()}
-    with (work / "facts.json").open("w") as file:
-        json.dump({**asdict(facts), "files": files}, file)
-        _flush(file)
 
 
 def _build_conversations(
@@ -526,12 +482,7 @@ def _build_conversations(
         conversations=f"{plan.format}, trained on {plan.train_on}: {describe(counts['train'])}",
         **sizes,
     )
-    _write_facts(work, facts)
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    write_facts(work, asdict(facts))
 
 
 # --- mixtures ------------------------------------------------------------------------------------------------------
@@ -585,16 +536,14 @@ def _build_mixture(
     data = Data(
         train, MixedRows([part.evaluation for part in parts]), tokenizer, facts, hash_text(repr([p.key for p in parts]))
     )
-    own = {name: _open_set(name, config, plans[0], data, is_main_process) for name in config.evaluation_sets}
-    return replace(
+    data = replace(
         data,
-        evaluation_sets={name: part.evaluation for name, part in zip(names, parts, strict=True)}
-        | {name: rows for name, (rows, _) in own.items()},
-        set_facts={name: _facts_of_held_out(part) for name, part in zip(names, parts, strict=True)}
-        | {name: set_facts for name, (_, set_facts) in own.items()},
+        evaluation_sets={name: part.evaluation for name, part in zip(names, parts, strict=True)},
+        set_facts={name: _facts_of_held_out(part) for name, part in zip(names, parts, strict=True)},
         mixture=Mixture(names, sizes, counts, rows_per_pass),
         shuffle=config.shuffle,
     )
+    return _with_sets(data, config, plans[0], is_main_process)
 
 
 def _config_of(source: SourceConfig, config: DataConfig) -> DataConfig:
@@ -638,11 +587,11 @@ def _shared_tokenizer(
 
     def make(work: Path) -> None:
         make_tokenizer(tokenizer_config, texts()).save_pretrained(work / "tokenizer")
-        _write_facts(work, SetFacts(0, 0, 0, key=key))
+        write_facts(work, asdict(SetFacts(0, 0, 0, key=key)))
 
     from transformers import AutoTokenizer
 
-    folder = _make_once(config, key, make, is_main_process)
+    folder = make_once(cache_folder(config.cache_dir), key, make, is_main_process)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
     return tokenizer
 
@@ -707,15 +656,11 @@ def _build_stream(
         num_tokens = _write_text(documents(), tokenizer, _id_dtype(len(tokenizer)), work, "eval", with_bytes=True)
         if num_tokens < 2:
             raise DataError("data: the held-out text must have at least one target, got none; add text")
-        _write_facts(
-            work,
-            DataFacts(len(tokenizer), 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files)),
-        )
+        facts = DataFacts(len(tokenizer), 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files))
+        write_facts(work, asdict(facts))
 
-    folder = _make_once(config, held_out_key, build, is_main_process)
-    values = json.loads((folder / "facts.json").read_text())
-    values.pop("files")
-    facts = DataFacts(**values | {"eval_files": tuple(values["eval_files"])})
+    folder = make_once(cache_folder(config.cache_dir), held_out_key, build, is_main_process)
+    facts = _facts_in(folder)
     about = f"{len(shards.names):,} shards in {config.num_streams} streams"
     end = None if config.attend_across_documents else tokenizer.eos_token_id
     data = Data(
@@ -725,9 +670,4 @@ def _build_stream(
         replace(facts, source={"streams": about}),
         hash_text(repr((FORMAT, "stream", shards.key, made_by, config.text_column, config.skip_bad_rows))),
     )
-    sets = {name: _open_set(name, config, None, data, is_main_process) for name in config.evaluation_sets}
-    return replace(
-        data,
-        evaluation_sets={name: rows for name, (rows, _) in sets.items()},
-        set_facts={name: set_facts for name, (_, set_facts) in sets.items()},
-    )
+    return _with_sets(data, config, None, is_main_process)

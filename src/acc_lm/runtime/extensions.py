@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import xxhash
 
-from acc_lm.data import cache_folder
+from acc_lm.cache import cache_folder
 from acc_lm.errors import MachineError
 
 BUILD_SECONDS = 900
