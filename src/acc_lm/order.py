@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -42,6 +42,7 @@ def other_permutation(seed: int, number: int, epoch: int, num_rows: int) -> np.n
     return order
 
 
+@cache
 def _exact(number: float) -> Fraction:
     """The decimal that was typed: 2.2 epochs are 22/10, not the float beside it."""
     return Fraction(str(number))

@@ -66,7 +66,7 @@ def train_step(
             if accelerator.sync_gradients:
                 grad_norm = gradients.clip(max_grad_norm, optimizer)
                 optimizer.step()
-                optimizer.zero_grad()
+                gradients.drop()
     return StepResult(nll, grad_norm, num_targets)
 
 

@@ -76,6 +76,12 @@ class Gradients:
             inner.found_inf = (~norm.isfinite()).to(self._gradient_device, torch.float32)
         return norm
 
+    def drop(self) -> None:
+        """After the update. What torch's and Accelerate's `zero_grad` do beside it costs a twentieth of a small model's step."""
+        if not self._by_engine:  # its own are gone by then
+            for _, parameter in self._named:
+                parameter.grad = None
+
     def _shard_group(self) -> Any:
         """The processes that each hold another part of the gradients."""
         mesh = next((p.device_mesh for _, p in self._named if hasattr(p, "device_mesh")), None)
