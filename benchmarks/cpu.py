@@ -66,7 +66,7 @@ class Sizes:
     tiny_vocab: int = 4096
     rounds: int = 9
     few_rounds: int = 5
-    text_bytes: int = 4_000_000
+    text_bytes: int = 12_000_000
     tokens: int = 50_000_000
     head: tuple[int, int, int] = (1024, 256, 50304)
     save_width: int = 384
