@@ -138,6 +138,12 @@ def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, ke
     assert "; " in found[0], "what to change"
 
 
+def test_what_a_command_makes_necessary_is_asked_of_the_command() -> None:
+    """The recipe was right before."""
+    assert problems("data.source=files")[0].startswith("command line: data.files must name at least one file")
+    assert problems("optimizer.learning_rate=1e-5")[0].startswith(f"{QUICKSTART}:"), "the line that no longer fits"
+
+
 @pytest.mark.parametrize("name", sorted(FOREIGN_NAMES))
 def test_names_of_other_tools_are_answered_with_ours(name: str) -> None:
     (line,) = problems(f"{name}=1")

@@ -137,6 +137,7 @@ FOREIGN_NAMES = {
     "peft_use_rslora": "adapter.use_rslora",
     "freeze_parameters": "model.freeze",
 }
+COMMAND = "command line"
 MAY_HAVE_LINES = ("export.sample_prompt", "tracking.sample_prompts")
 
 
@@ -298,7 +299,7 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
     for depth, name in enumerate(parents):
         if place.get(name) is None:
             place[name] = {}
-            sources.setdefault(".".join(parents[: depth + 1]), "command line")
+            sources.setdefault(".".join(parents[: depth + 1]), COMMAND)
         place = place[name]
         if not isinstance(place, dict):
             parent = ".".join(parents[: depth + 1])
@@ -308,7 +309,7 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
         same_type = value.get("model_type", old.get("model_type")) == old.get("model_type")
         value = {**old, **value} if same_type else value
     place[last] = value
-    sources[key] = "command line"
+    sources[key] = COMMAND
     return None
 
 
@@ -316,7 +317,10 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
 
 
 def _where(sources: dict[str, str], key: str) -> str:
-    """`file:line: ` or `command line: ` of a key, or of the nearest section around it."""
+    """`file:line: ` or `command line: ` of a key, or of the nearest section around it, which a command may have changed."""
+    section = key.rpartition(".")[0]
+    if key not in sources and COMMAND in (place for name, place in sources.items() if name.startswith(f"{section}.")):
+        return f"{COMMAND}: "
     while key and key not in sources:
         key = key.rpartition(".")[0]
     return f"{sources[key]}: " if key else ""
