@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from acc_lm.throughput import flops_of, peak_of
 from benchmarks import contenders, report, ring
 from benchmarks.contenders import ROOT, Job
 from benchmarks.cpu import IMPORTED, NO_DROPOUT
 from benchmarks.ring import Goal, Race, figure
 
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
-"""Dense bf16 FLOP per second, from the data sheets."""
 REFERENCE = "bare loop"
 
 
@@ -59,7 +58,7 @@ class Shape:
         """Of a token, forward and backward; nanoGPT's convention counts what causal attention leaves out."""
         m = self.model
         width, layers = (m["n_embd"], m["n_layer"]) if "n_embd" in m else (m["hidden_size"], m["num_hidden_layers"])
-        return 6.0 * self.weights + (6 if causal else 12) * layers * width * self.length
+        return flops_of(self.weights, layers * width).of_token(self.length, causal)
 
 
 def gpt2(layers: int, heads: int, width: int, length: int, batch_size: int, vocab_size: int) -> Shape:
@@ -421,7 +420,8 @@ def command(name: str, sizes: Sizes, output: Path) -> Path:
     )  # not here: whoever knows the device cannot fork
     if gpu:
         run.clock = "gpu"
-        run.peak = next((peak for word, peak in PEAK.items() if word in gpu["name"]), None)
+        peak = peak_of(gpu["name"], "bfloat16")
+        run.peak = peak and peak.flops
     failed: dict[str, str] = {}
     try:
         COMMANDS[name](run)

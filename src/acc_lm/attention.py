@@ -11,6 +11,8 @@ on a GPU the list of the blocks that FlexAttention has to compute, so that no ma
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ CAUSAL_WITHOUT_MASK = "causal, no mask"
 CAUSAL = "acc_lm_causal"
 COUNTING = "acc_lm_counting"
 PROBE = "acc_lm_probe"
+LOOKED_AT = "acc_lm_looked_at"
 # Keywords that say nothing about which positions may be seen.
 HARMLESS = {
     "is_causal",
@@ -194,6 +197,29 @@ def register_counting_attention() -> str:
 
     AttentionInterface.register(COUNTING, count)
     return COUNTING
+
+
+@contextmanager
+def attention_looked_at(model: PreTrainedModel) -> Iterator[list[tuple[int, bool]]]:
+    """Of each attention that runs meanwhile: heads x (size of a key + size of a value), and whether it has a gradient.
+
+    For models on `causal_attention`, which stay on it.
+    """
+    from transformers import AttentionInterface
+
+    seen: list[tuple[int, bool]] = []
+
+    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any) -> Any:
+        has_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+        seen.append((query.shape[1] * (query.shape[-1] + value.shape[-1]), has_gradient))
+        return causal_attention(module, query, key, value, mask, **keywords)
+
+    AttentionInterface.register(LOOKED_AT, look)
+    model.set_attn_implementation(LOOKED_AT)
+    try:
+        yield seen
+    finally:
+        model.set_attn_implementation(CAUSAL)
 
 
 def probe_length(config: dict[str, Any], sequence_length: int) -> int:

@@ -17,6 +17,7 @@ from acc_lm.adapter import SETTINGS, add_adapter, freeze, weights_checksum
 from acc_lm.attention import (
     CAUSAL,
     CAUSAL_WITHOUT_MASK,
+    attention_looked_at,
     choose_attention,
     document_mask,
     own_masks,
@@ -36,6 +37,7 @@ from acc_lm.losses import (
     summed_loss,
     sums_of_logits,
 )
+from acc_lm.throughput import Flops, count_flops, few_tokens
 from acc_lm.tokenizer import first_line
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class ModelFacts:
     attention: str
     loss: str
     dropout: float
+    flops: Flops
     base: str = ""
     """Checksum of the weights before training, where an adapter stands beside them."""
 
@@ -175,10 +178,27 @@ def build_model(
         attention=attention,
         loss=loss,
         dropout=dropout_of(model),
+        flops=flops_of_model(model, attention),
         base=base,
     )
     model.train()
     return model, facts
+
+
+def flops_of_model(model: PreTrainedModel, attention: str) -> Flops:
+    """What it computes for a token; `attention` is what people are told of it. The model is left as it was."""
+    if attention != CAUSAL_WITHOUT_MASK:
+        return Flops(0.0, 0.0, f"how much of a row {attention} looks at is not known here")
+    ids = few_tokens(model.config.get_text_config().vocab_size, next(model.parameters()).device)
+    was_training = model.training
+    model.eval()
+    try:
+        with attention_looked_at(model) as seen:
+            return count_flops(model, lambda: model(input_ids=ids, use_cache=False), ids.numel(), lambda: seen)
+    except Exception as error:  # such as weights in 4 bits, which exist on their device only
+        return Flops(0.0, 0.0, f"the model does not run before it is on its device ({first_line(error)})")
+    finally:
+        model.train(was_training)
 
 
 def make_ready(

@@ -1,0 +1,141 @@
+"""How much of what the hardware could do a model does: the arithmetic of a token, and the peaks of devices.
+
+A token that meets a weight is multiplied and added once in the forward pass, 2 FLOP. Backward does the same twice more:
+for the gradient of what came in, wherever something before it is trained, and for the gradient of the weight, where the
+weight itself is. So a model that is trained whole has 6 FLOP per weight, and frozen weights beside an adapter 4. The output
+head counts whether it is tied or not, an embedding, which is only looked up, does not. Nothing that is computed twice to save
+memory counts: these are the FLOP of the model, and not of the hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PEAKS: dict[str, dict[str, float]] = {
+    "B200": {"bfloat16": 2250, "float16": 2250},
+    "H200 NVL": {"bfloat16": 835, "float16": 835},
+    "H200": {"bfloat16": 989, "float16": 989, "tf32": 494},
+    "GH200": {"bfloat16": 989, "float16": 989, "tf32": 494},
+    "H100 NVL": {"bfloat16": 835, "float16": 835},
+    "H100 PCIe": {"bfloat16": 756, "float16": 756, "tf32": 378},
+    "H100": {"bfloat16": 989, "float16": 989, "tf32": 494},
+    "A100": {"bfloat16": 312, "float16": 312, "tf32": 156, "float32": 19.5},
+    "L40S": {"bfloat16": 362, "float16": 362, "tf32": 183},
+    "RTX 4090": {"bfloat16": 165, "float16": 165},
+}
+"""Dense TFLOP/s from the data sheets, by a part of the device's name (the first that fits) and the type it computes in."""
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What one device could do at most."""
+
+    flops: float
+    """Per second."""
+    name: str
+
+
+def peak_of(device: str, compute: str, given: float | None = None) -> Peak | None:
+    """The peak of a device in the type that it computes in; None where no data sheet is known here.
+
+    Args:
+        device: its name, as its driver says it.
+        compute: bfloat16, float16, float32, tf32, float64 or fp8, which is measured by the peak of bf16: not all is in 8 bits.
+        given: TFLOP/s that somebody knows better.
+    """
+    if given is not None:
+        return Peak(given * 1e12, f"{device}, {given:g} TFLOP/s as the recipe says")
+    kind = "bfloat16" if compute == "fp8" else compute
+    of_device: dict[str, float] = next((of for word, of in PEAKS.items() if word in device), {})
+    if kind not in of_device:
+        return None
+    return Peak(of_device[kind] * 1e12, f"{device}, {of_device[kind]:g} TFLOP/s dense {SHORT.get(kind, kind)}")
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What a model computes for a token of a row, forward and backward."""
+
+    weights: float
+    """In products with weights."""
+    attention: float
+    """In attention, for each position that is looked at."""
+    unknown: str = ""
+    """What was not counted, so that there is no honest figure; empty: nothing."""
+
+    def of_token(self, length: int, causal: bool = False) -> float:
+        """In a row of this length.
+
+        Args:
+            causal: count the positions that a token may look at, half of the row on average; else the whole row, which is
+                the convention of PaLM and nanoGPT (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
+        """
+        return self.weights + self.attention * length * (0.5 if causal else 1.0)
+
+
+def flops_of(num_weights: float, attention_width: float) -> Flops:
+    """Of a model that is trained whole.
+
+    Args:
+        num_weights: in matrix products, the output head among them.
+        attention_width: heads x head size, summed over layers.
+    """
+    return Flops(6.0 * num_weights, 12.0 * attention_width)
+
+
+def count_flops(
+    model: nn.Module, run: Callable[[], Any], num_tokens: int, attention: Callable[[], list[tuple[int, bool]]]
+) -> Flops:
+    """Look on while the model runs on a few tokens: which products a token goes through, and which of them have gradients.
+
+    Args:
+        run: a forward pass with gradients, logits included.
+        num_tokens: that it puts through the model.
+        attention: after it, of each layer: heads x (size of a key + size of a value), and whether it has a gradient.
+    """
+    sums = {"weights": 0.0}
+    known: set[int] = set()
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        given = inputs[0]
+        size = given.shape[-1]
+        weight: Any = module.weight
+        known.add(id(weight))
+        times = 1 + int(given.requires_grad) + int(weight.requires_grad)
+        sums["weights"] += 2 * times * given.numel() / num_tokens * _columns(module, size)
+
+    handles = [module.register_forward_hook(look) for module in model.modules() if _is_product(module)]
+    known |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    of_position = sum(2.0 * width * (3 if has_gradient else 1) for width, has_gradient in attention())
+    missed = [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known]
+    more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+    return Flops(
+        sums["weights"], of_position, f"what a token does with {missed[0]}{more} is not known here" if missed else ""
+    )
+
+
+def _is_product(module: nn.Module) -> bool:
+    """torch's Linear and what is made from it (4-bit ones too), and GPT-2's, which stores its weight the other way round."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _columns(module: Any, size: int) -> int:
+    if isinstance(module, nn.Linear):
+        return int(module.out_features)
+    return int(module.weight.shape[1])
+
+
+def few_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    """int64 [1, 8], enough to look on."""
+    return (torch.arange(1, 9, device=device) % vocab_size).reshape(1, 8)

@@ -1,0 +1,128 @@
+"""What a run says of its speed: the arithmetic against torch's own counter and published shapes, the parts of a step, the profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from acc_lm.adapter import add_adapter
+from acc_lm.attention import CAUSAL_WITHOUT_MASK
+from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
+from acc_lm.model import build_model, flops_of_model
+from acc_lm.throughput import Flops, flops_of, peak_of
+from acc_lm.tokenizer import make_tokenizer
+from benchmarks import gpu
+
+LENGTH = 64
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+
+
+def build(config: dict[str, Any], **more: Any) -> Any:
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    return build_model(ModelConfig(config=config, **more), tokenizer, LENGTH, 0)
+
+
+def flops_by_torch(model: Any) -> float:
+    """Of a token, forward and backward, as torch counts the products that it really makes."""
+    ids = torch.randint(0, 257, (2, LENGTH))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # products that it can see
+        model(
+            input_ids=ids, use_cache=False
+        ).logits.sum().backward()  # the fused head adds into a tensor, which it does not see
+    return counter.get_total_flops() / ids.numel()
+
+
+@pytest.mark.parametrize("config", [
+    GPT2, LLAMA, LLAMA | {"tie_word_embeddings": True}, LLAMA | {"head_dim": 16}, {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+], ids=["gpt2", "llama with shared heads", "tied", "wide heads", "qwen3"])  # fmt: skip
+def test_a_token_costs_what_torch_counts(config: dict[str, Any]) -> None:
+    model, facts = build(config)
+    assert facts.flops.unknown == ""
+    # Rotary positions are a product of torch's too, of one FLOP for each place of a head.
+    assert facts.flops.of_token(LENGTH) == pytest.approx(flops_by_torch(model), rel=1e-3)
+    assert model.training
+    assert facts.attention == CAUSAL_WITHOUT_MASK
+
+
+def test_frozen_weights_cost_less() -> None:
+    whole, facts = build(LLAMA)
+    add_adapter(whole, AdapterConfig(kind="lora", rank=2), 0, "base")
+    flops = flops_of_model(whole, facts.attention)
+    assert flops.of_token(LENGTH) == pytest.approx(flops_by_torch(whole), rel=1e-3)
+    assert flops.weights < 0.85 * facts.flops.weights, "4 instead of 6, and the small matrices"
+    frozen, facts = build(GPT2, freeze=("transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"))
+    assert facts.flops.of_token(LENGTH) == pytest.approx(flops_by_torch(frozen), rel=1e-3)
+    recomputing, again = build(GPT2, gradient_checkpointing=True)
+    assert again.flops == build(GPT2)[1].flops, "what is computed twice is not the model's"
+    assert flops_by_torch(recomputing) > again.flops.of_token(LENGTH)
+
+
+PUBLISHED = {
+    "GPT-2 124M": ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50304}, 1024, 0.855),
+    "GPT-2 XL": ({"model_type": "gpt2", "n_layer": 48, "n_head": 25, "n_embd": 1600, "vocab_size": 50304}, 1024, 10.27),
+    "TinyLlama 1.1B": ({"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+                        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}, 2048, 7.31),
+    "Llama-3.2-1B": ({"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                      "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}, 2048, 8.22),
+    "Llama-3.2-1B at 8192": ({"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}, 8192, 10.64),
+    "Llama-3.1-8B": ({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                      "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}, 8192, 57.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_token_of_a_known_model_costs_what_is_published(name: str) -> None:
+    """GFLOP in nanoGPT's convention; with the last, torchtitan's 5,762 and 6,667 tokens/s are its 33 and 39 % of an H100."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape, length, expected = PUBLISHED[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    flops = flops_of_model(model, CAUSAL_WITHOUT_MASK)
+    assert flops.unknown == ""
+    assert flops.of_token(length) / 1e9 == pytest.approx(expected, rel=2e-3)
+    layers, width = (shape.get(a) or shape[b] for a, b in (("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size")))
+    assert flops.of_token(length) - flops.of_token(length, causal=True) == 6 * layers * width * length
+    benchmarked = gpu.Shape(shape, length, 1, shape["vocab_size"])
+    assert (benchmarked.flops(False), benchmarked.flops(True)) == (flops.of_token(length), flops.of_token(length, True))
+    if name == "Llama-3.1-8B":
+        peak = peak_of("NVIDIA H100 80GB HBM3", "bfloat16")
+        assert peak is not None
+        assert [round(speed * flops.of_token(length) / peak.flops, 3) for speed in (5762, 6667)] == [0.337, 0.39]
+
+
+def test_what_is_not_known_has_no_figure() -> None:
+    _, window = build({**LLAMA, "model_type": "mistral", "sliding_window": 16})
+    assert "sliding_window" in window.flops.unknown
+    experts = build({**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                     "head_dim": 8})[1]  # fmt: skip
+    assert "experts" in experts.flops.unknown
+    recurrent = build({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4})[1]
+    assert recurrent.flops.unknown
+
+
+def test_a_peak_is_of_the_device_and_of_the_type_it_computes_in() -> None:
+    names = {
+        ("NVIDIA H200", "bfloat16"): (989e12, "NVIDIA H200, 989 TFLOP/s dense bf16"),
+        ("NVIDIA H100 PCIe", "float16"): (756e12, "NVIDIA H100 PCIe, 756 TFLOP/s dense fp16"),
+        ("NVIDIA A100-SXM4-80GB", "tf32"): (156e12, "NVIDIA A100-SXM4-80GB, 156 TFLOP/s dense tf32"),
+        ("NVIDIA H100 80GB HBM3", "fp8"): (989e12, "NVIDIA H100 80GB HBM3, 989 TFLOP/s dense bf16"),
+    }
+    for (device, compute), (flops, name) in names.items():
+        peak = peak_of(device, compute)
+        assert peak is not None
+        assert (peak.flops, peak.name) == (flops, name)
+    assert peak_of("NVIDIA H200", "float64") is None, "none is better than that of another type"
+    assert peak_of("cpu (x86_64)", "float32") is None
+    given = peak_of("cpu (x86_64)", "float32", 0.1)
+    assert given is not None
+    assert (given.flops, given.name) == (1e11, "cpu (x86_64), 0.1 TFLOP/s as the recipe says")
+    assert flops_of(10, 4) == Flops(60, 48)
