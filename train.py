@@ -50,6 +50,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.samples import write_samples
     from acc_lm.saving import Saver, check_disk_space
     from acc_lm.schedule import build_schedule
+    from acc_lm.speed import Speed
     from acc_lm.step import in_steps, train_step
     from acc_lm.summary import write_summary
     from acc_lm.timetable import Timetable
@@ -59,7 +60,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     training, output_dir, length = config.training, Path(config.output_dir), config.data.sequence_length
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config, output_dir)
-    peers = runtime.Peers(accelerator, config)
+    peers, memory = runtime.Peers(accelerator, config), runtime.Memory(accelerator.device)
     is_main = accelerator.is_main_process
     say = partial(print, flush=True) if is_main else lambda *lines, **how: None
 
@@ -97,7 +98,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         lambda: build_model(config.model, tokenizer, length, config.seed, config.adapter, data.packs),
         lambda facts: build_empty_model(config.model, tokenizer, length, facts, config.adapter, data.packs),
     )
+    memory.note("model built")
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
+    memory.note("model prepared")
     identity = runtime.identify(accelerator, model, optimizer, config)
     if training.find_micro_batch_size:
         config, lines = runtime.fit_micro_batch(accelerator, model, optimizer, data.train, config)
@@ -115,6 +118,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         resuming.begin(output_dir, found, progress.step, config, data.tokenizer, runtime.environment(identity))
     best_metric = config.checkpoint.best_metric
     early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
+    speed = Speed(accelerator, config, identity, model, model_facts.flops, memory, progress, num_steps)
     tracking = Tracking(accelerator)
     if mode == Mode.TRAIN:
         tracking.start(config, output_dir, due.metrics)
@@ -132,7 +136,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     def evaluate() -> Evaluation:
         num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
-        return evaluate_all(accelerator, model, data, micro_batch_size, num_rows, stop_request.check)
+        with speed.evaluating():
+            return evaluate_all(accelerator, model, data, micro_batch_size, num_rows, stop_request.check)
 
     def evaluate_and_log() -> Evaluation:
         result = evaluate()
@@ -158,7 +163,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     # A stop saves at once and leaves what was due to the run that goes on.
     runtime.warm_up(accelerator, model, data.train[0])
-    gradients, pace = runtime.Gradients(accelerator, model), runtime.Pace(accelerator, model)
+    gradients = runtime.Gradients(accelerator, model)
     watch = Watch(
         accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
         found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
@@ -182,13 +187,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     )
     saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
     result, stop = None, None
-    started = logged = time.monotonic()
-    logged_tokens = progress.tokens
-    pace.start_step()
+    started = time.monotonic()
     streams = found.checkpoint.state.get("streams") if found.checkpoint else None
     reading = data.reading(order, progress.step, streams, accelerator.process_index, accelerator.num_processes)
-    with stop_request.saving(accelerator), saver, reading:
-        for batches in in_steps(loader, accelerator.gradient_accumulation_steps):
+    with stop_request.saving(accelerator), saver, reading, speed:
+        for batches in in_steps(speed.reading(loader), accelerator.gradient_accumulation_steps):
             step = progress.step + 1
             peers.at(f"step {step}", is_watched=True)
             rows = order.rows_at(step)
@@ -213,29 +216,26 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
             if due.logs(step):
                 loss = watch.look(step)
-                now = time.monotonic()
                 metrics = {
                     "train/loss": loss,
                     "train/grad_norm": float(outcome.grad_norm),
                     "train/learning_rate": learning_rate,
                     "train/epoch": order.epochs_at(progress.samples_seen),
                     "train/tokens": float(progress.tokens),
-                    "train/tokens_per_second": (progress.tokens - logged_tokens) / (now - logged),
-                    "train/memory_gb": runtime.peak_memory_gb(accelerator.device),
+                    **speed.metrics(progress.tokens),
                     "train/skipped_steps": float(watch.num_skipped),
                 }
                 for name, source in data.by_source(order, progress.samples_seen).items():
                     metrics[f"train/tokens/{name}"] = float(source["tokens"])
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
-                logged, logged_tokens = now, progress.tokens
                 if is_main:
                     history.append(output_dir, step, metrics)
                 tracking.log(step, metrics)
                 bar.show(step, metrics)
-                if slow := pace.compare():
-                    bar.line(slow)
-            pause = time.monotonic()
+                if speed.slow:
+                    bar.line(speed.slow)
             peers.at(f"evaluating or saving after step {step}")
+            speed.pause()
             if due.evaluates(step) and not stop:
                 try:
                     result = evaluate_and_log()
@@ -247,16 +247,16 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             measured = result.metrics() if result else None
             if request or early_stopping.reason or due.saves(step) or (measured and saver.is_among_best(measured)):
                 watch.look(step)  # what has diverged is not saved
-                memory = watch.state | epochs.state | early_stopping.state
+                state = watch.state | epochs.state | early_stopping.state
                 streams = data.stream_states()
-                saver.save(model, optimizer, progress, measured, memory, streams=streams, at_once=bool(request))
+                with memory.phase("saving"):
+                    saver.save(model, optimizer, progress, measured, state, streams=streams, at_once=bool(request))
                 stop_request.done()
             for line in [*watch.news(), *saver.news(), *data.news()]:
                 bar.line(line)
-            logged += time.monotonic() - pause  # evaluating and saving are no training time
-            pace.start_step()
             if stop or early_stopping.reason:
                 break
+            speed.begin_step()
     for line in saver.news():
         bar.line(line)
     bar.close()
@@ -274,7 +274,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         "best_evaluation": history.best(history.read(output_dir), best_metric),
         "resumed_from": resumed_from,
         "eval_files": data.facts.eval_files,
-        "peak_memory_gb": runtime.gather_objects(accelerator, runtime.peak_memory_gb(accelerator.device)),
+        "peak_memory_gb": runtime.gather_objects(accelerator, memory.peak_gb),
+        "peak_memory_gb_by_phase": runtime.gather_objects(accelerator, memory.phases),
     }
     if stop:
         say(f"stopped by {stop} after step {progress.step}, saved {saver.newest}; the same command goes on from there")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from backends import STRATEGY
+from processes import ROOT, Finished, Launch, launcher_environment
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from acc_lm.adapter import add_adapter
 from acc_lm.attention import CAUSAL_WITHOUT_MASK
 from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
+from acc_lm.history import read
 from acc_lm.model import build_model, flops_of_model
+from acc_lm.profiling import STEP
 from acc_lm.throughput import Flops, flops_of, peak_of
 from acc_lm.tokenizer import make_tokenizer
 from benchmarks import gpu
@@ -126,3 +136,82 @@ def test_a_peak_is_of_the_device_and_of_the_type_it_computes_in() -> None:
     assert given is not None
     assert (given.flops, given.name) == (1e11, "cpu (x86_64), 0.1 TFLOP/s as the recipe says")
     assert flops_of(10, 4) == Flops(60, 48)
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+SPLIT = ("seconds_data", "seconds_waiting", "seconds_working")
+PROFILED = [
+    "training.max_steps=8",
+    "profile.steps=[4, 6]",
+    "training.eval_every=5",
+    "training.log_every=1",
+    "tracking.peak_tflops=0.1",
+]
+
+
+def train(arguments: list[str], config: str = "single", sabotage: Callable[[int], None] | None = None) -> Finished:
+    """`train.py`, on two processes where the engine has several; `sabotage` gets the number of its process."""
+
+    def run() -> int:
+        import train
+
+        if sabotage:
+            sabotage(int(os.environ.get("RANK", "0")))
+        sys.argv = ["train.py", *arguments]
+        return train.main(arguments)
+
+    count = 1 if config == "single" else 2
+    environment = {} if count == 1 else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
+    finished = Launch(run, count, environment).wait(120)
+    assert finished.codes == [0] * count, "\n".join(finished.outputs)
+    folder = Path(next(word for word in reversed(arguments) if word.startswith("output_dir=")).partition("=")[2])
+    described = json.loads((folder / "environment.json").read_text())
+    assert (described["strategy"], described["num_processes"]) == (STRATEGY[config][0], count)
+    return finished
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    return [
+        {name.removeprefix("train/"): value for name, value in row.items()} for row in read(run) if "train/loss" in row
+    ]
+
+
+def parts_of(run: Path) -> dict[str, list[float]]:
+    """Rows of the first table of the summary: mean, then the processes, in milliseconds."""
+    table = (run / "profile/summary.txt").read_text().split("\n\n")[1].splitlines()[1:]
+    return {row[:22].strip(): [float(n) for n in row[22:].split() if "%" not in n] for row in table}
+
+
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2", "deepspeed_zero2"])
+def test_a_profile_is_written_and_changes_nothing(config: str, tiny: list[str], tmp_path: Path) -> None:
+    more = ["training.micro_batch_size=3"]  # accumulation of 2 or 4, an evaluation inside, and a save
+    finished = train([*tiny, *PROFILED, *more], config)
+    run, count = tmp_path / "run", 1 if config == "single" else 2
+    assert f"profile of steps 4 to 6: {run}/profile/summary.txt" in finished.output
+    names = [f"trace-process-{i:05d}.json.gz" for i in range(count)]
+    assert sorted(file.name for file in (run / "profile").iterdir()) == ["summary.txt", *names]
+    with gzip.open(run / "profile" / names[-1], "rt") as file:
+        events = json.load(file)["traceEvents"]
+    spans = [event["name"] for event in events if event.get("name", "").startswith(STEP)]
+    assert spans == [f"{STEP}{step}" for step in (4, 5, 6)]
+    assert not [event for event in events if event.get("name") == "aten::argmax"], "the evaluation is not in it"
+    parts = parts_of(run)
+    for i in range(count + 1):
+        assert sum(parts[name][i] for name in ("data", "compute", "communication", "waiting for others", "host, none of these")) == pytest.approx(
+            parts["step"][i], abs=0.05)  # fmt: skip
+    assert parts["compute"][0] > 0
+    assert parts["data"][0] > 0
+    assert (parts["communication"][0] > 0) == (config != "single")
+    text = (run / "profile/summary.txt").read_text()
+    phases = json.loads((run / "summary.json").read_text())["peak_memory_gb_by_phase"]
+    assert len(phases) == count
+    assert list(phases[0]) == ["model built", "model prepared", "before first step", "first forward", "first backward", "first update",
+                               "later steps", "saving", "evaluation"]  # fmt: skip
+    assert all(f"\n{phase} " in text for phase in phases[0] if phase != "saving")
+    if config in ("single", "ddp"):
+        plain = tmp_path / "plain"
+        train([*tiny, *PROFILED, *more, "profile.steps=null", f"output_dir={plain}"], config)
+        assert not (plain / "profile").exists()
+        exact = ("step", "loss", "grad_norm")
+        assert [[row[k] for k in exact] for row in logged(run)] == [[row[k] for k in exact] for row in logged(plain)]

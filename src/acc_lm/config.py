@@ -61,6 +61,8 @@ def _folder_name(value: str) -> str:
 NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 LEAST_SHARE = 1e-4
 """Of the rows of a mixture: shares are exact in blocks of rows, and a block is not to be larger than this asks for."""
+MOST_PROFILED = 20
+"""Steps of a profile, of which each takes megabytes."""
 EVALUATION_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 """What is measured on held-out text and on each evaluation set."""
 NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
@@ -515,10 +517,28 @@ class TrackingConfig(Section):
     """Project in the tracker."""
     run_name: NameInTracker | None = None
     """Name in the tracker; null: the name of `output_dir`."""
+    peak_tflops: PositiveFloat | None = None
+    """What one device can do in the precision of the run, in 10^12 FLOP/s, for train/mfu; null: by its data sheet, if it is known here."""
     sample_tokens: Count = 0
     """At each evaluation continue each prompt by this many tokens, always the likeliest, in samples.jsonl and the trackers; 0: none."""
     sample_prompts: Strings = ()
     """What is continued: text, or what a user says in conversations; none: the first held-out text."""
+
+
+class ProfileConfig(Section):
+    """A look at a few steps in detail, in profile/; changes no number of the run."""
+
+    steps: Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_as_tuple)] | None = None
+    """The first and the last step of it, both included, e.g. [10, 13]; null: none."""
+
+    @model_validator(mode="after")
+    def _few_steps(self) -> ProfileConfig:
+        if self.steps is not None and not 0 <= self.steps[1] - self.steps[0] < MOST_PROFILED:
+            raise ValueError(
+                f"steps must be the first and the last of 1 to {MOST_PROFILED} steps, got {list(self.steps)}; for instance "
+                f"[{self.steps[0]}, {self.steps[0] + 3}]"
+            )
+        return self
 
 
 class ExportConfig(Section):
@@ -575,6 +595,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
     distributed: DistributedConfig = DistributedConfig()
 
@@ -584,6 +605,11 @@ class Config(Section):
         if steps is not None and self.schedule.warmup_steps > steps:
             raise ValueError(
                 f"schedule.warmup_steps must be at most training.max_steps {steps}, got {self.schedule.warmup_steps}; for instance schedule.warmup_steps={steps // 10}"
+            )
+        profiled = self.profile.steps
+        if steps is not None and profiled is not None and profiled[1] > steps:
+            raise ValueError(
+                f"profile.steps must be within training.max_steps {steps}, got {list(profiled)}; lower them"
             )
         if self.schedule.min_learning_rate > self.optimizer.learning_rate:
             raise ValueError(
@@ -684,6 +710,7 @@ NOT_LEARNED = (
     "output_dir",
     "checkpoint",
     "tracking",
+    "profile",
     "export",
     "distributed",
     "data.evaluation_sets",

@@ -20,6 +20,7 @@ from acc_lm.packing import PackedRows
 from acc_lm.redaction import printable
 from acc_lm.runtime import Identity, split_global_batch
 from acc_lm.streaming import StreamRows
+from acc_lm.throughput import Flops, peak_of
 from acc_lm.tokenizer import first_line
 
 
@@ -57,6 +58,7 @@ def start_block(
             "model",
             f"{model.num_parameters:,} parameters ({model.num_trainable:,} trained); attention: {model.attention}; loss: {model.loss}",
         ),
+        ("speed", _of_what(config, identity, model.flops)),
         ("text", f"{text} ({facts.vocab_size:,} ids)"),
         (
             "held out",
@@ -105,6 +107,19 @@ def start_block(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
+def _of_what(config: Config, identity: Identity, flops: Flops) -> str:
+    """What a token costs, and what the hardware could do: the two that MFU is made of."""
+    if flops.unknown:
+        return f"no MFU: {flops.unknown}"
+    whole, causal = (flops.of_token(config.data.sequence_length, causal) for causal in (False, True))
+    unit, name = next((u, n) for u, n in ((1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")) if whole >= u or n == "kFLOP")
+    cost = f"{whole / unit:.3g} {name} a token, {causal / unit:.3g} with causal attention"
+    peak = peak_of(identity.device, identity.compute, config.tracking.peak_tflops)
+    if peak is None:
+        return f"{cost}; no MFU: no peak of {identity.device} in {identity.compute} is known, tracking.peak_tflops gives one"
+    return f"{cost}; MFU is of {identity.num_processes} x {peak.name}"
+
+
 class Bar:
     """Progress of the main process: a bar on a terminal, a plain line per logged step elsewhere."""
 
@@ -130,14 +145,15 @@ class Bar:
             return
         names = ("loss", "learning_rate", "tokens_per_second")
         loss, rate, speed = (metrics.get(f"train/{name}", math.nan) for name in names)
+        mfu = f"  MFU {metrics['train/mfu']:.1%}" if "train/mfu" in metrics else ""
         if self._plain:
             left, done = "", step - (self._first or step)
             if done:
                 seconds = (time.monotonic() - self._start) / done * (self._num_steps - step)
                 left = f"  {_duration(seconds)} left"
-            self.line(f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{left}")
+            self.line(f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{mfu}{left}")
         else:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s", refresh=False)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s{mfu}", refresh=False)
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line for the held-out text and for each evaluation set."""

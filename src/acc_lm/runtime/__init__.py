@@ -11,7 +11,7 @@
     gradients     their norm, clipping, and which was no number
     identity      what really runs, read from the live objects
     peers         the other processes: whether they run the same, which of them died or hangs
-    pace          which of them holds up the others
+    pace          how long they wait for data and for each other, and which of them holds up the others
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
     doctor        what this machine has, and whether a config can run on it
     memory        what was used, whether a micro-batch fits, what to do when there is not enough
@@ -35,7 +35,7 @@ from acc_lm.runtime.engines import (
 from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
-from acc_lm.runtime.memory import fit_micro_batch, peak_memory_gb
+from acc_lm.runtime.memory import Memory, fit_micro_batch
 from acc_lm.runtime.pace import Pace
 from acc_lm.runtime.peers import Peers
 from acc_lm.runtime.pieces import (
@@ -54,6 +54,7 @@ __all__ = [
     "WEIGHT",
     "Gradients",
     "Identity",
+    "Memory",
     "Pace",
     "Peers",
     "Piece",
@@ -73,7 +74,6 @@ __all__ = [
     "initialise_once",
     "machine",
     "on_main",
-    "peak_memory_gb",
     "pieces_of",
     "prepare",
     "publish_weights",

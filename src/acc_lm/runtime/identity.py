@@ -49,6 +49,8 @@ class Identity:
     num_processes: int
     precision: str
     """Type of the weights that are updated, of the computation, and of the gradients' sum over processes."""
+    compute: str
+    """Type of the matrix products."""
     device: str
     threads: int
     placement: str
@@ -84,14 +86,17 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     _check_shards(strategy, num_parameters, kept_by_all, updated_by_all, num_processes)
     _check_settings(outer, strategy, optimizer, accelerator.device)
     device = accelerator.device
+    on_gpu = device.type == "cuda"
+    precision, compute = _precision(accelerator, outer)
     is_rehearsal = device.type == "cpu" and (num_processes > 1 or strategy != "single")
     return Identity(
         strategy=strategy,
         engine=type(outer).__name__,
         num_processes=num_processes,
-        precision=_precision(accelerator, outer),
+        precision=precision,
+        compute="tf32" if compute == "float32" and on_gpu and config.training.allow_tf32 else compute,
         device=torch.cuda.get_device_name(device)
-        if device.type == "cuda"
+        if on_gpu
         else f"{device.type} ({platform.processor() or platform.machine()})",
         threads=torch.get_num_threads(),
         placement=_placement(outer, strategy, num_parameters, kept_by_all, updated_by_all),
@@ -226,7 +231,9 @@ def _groups(unit: Any) -> list[Any]:
     return [group] if group is not None else list(getattr(state, "_fsdp_param_groups", []))
 
 
-def _precision(accelerator: Accelerator, model: Any) -> str:
+def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
+    """What people are told of it, and the type of the matrix products."""
+
     def name(dtype: Any) -> str:
         return str(dtype).removeprefix("torch.")
 
@@ -243,11 +250,12 @@ def _precision(accelerator: Accelerator, model: Any) -> str:
         reduce = name(policy.reduce_dtype or reduce)
     elif accelerator.native_amp and asked:
         compute = f"{asked} autocast"
+    products = compute.removesuffix(" autocast")
     if any(type(module).__name__ == "Float8Linear" for module in model.modules()):
         compute = f"fp8 products, else {compute}"
     if updated == compute == reduce:
-        return updated
-    return f"{updated} weights, {compute} compute, {reduce} reduction"
+        return updated, products
+    return f"{updated} weights, {compute} compute, {reduce} reduction", products
 
 
 def _notes(

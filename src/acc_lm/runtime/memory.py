@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,6 +35,52 @@ def peak_memory_gb(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Memory:
+    """The most memory that each phase of a run has used on this process, in GB.
+
+    Of an accelerator each phase for itself; the machine only tells the most so far, so there a phase has what it had at its end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.phases: dict[str, float] = {}
+
+    @property
+    def peak_gb(self) -> float:
+        """Of the whole run so far."""
+        return max([*self.phases.values(), peak_memory_gb(self._device)])
+
+    def note(self, phase: str) -> None:
+        """What was used since the last note was used in this phase."""
+        self.phases[phase] = max(self.phases.get(phase, 0.0), peak_memory_gb(self._device))
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase between steps."""
+        self.note("later steps")
+        try:
+            yield
+        finally:
+            self.note(name)
+
+    def watch_first_step(self, model: nn.Module) -> None:
+        """The next forward, and the backward up to the update; what is noted then is the update's."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def forward_ends(*_: Any) -> None:
+            forward.remove()
+            self.note("first forward")
+
+        def update_begins(*_: Any) -> None:
+            update.remove()
+            self.note("first backward")
+
+        forward = model.register_forward_hook(forward_ends)
+        update = register_optimizer_step_pre_hook(update_begins)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

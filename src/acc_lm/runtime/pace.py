@@ -1,15 +1,23 @@
-"""Which process holds up the others: the time that each needs for itself."""
+"""Where the time of a step goes, as far as it shows without asking the device: the data, and processes that wait for each other."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from acc_lm.rows import Batch
+from acc_lm.runtime.strategy import asked_strategy
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from accelerate import Accelerator
 
 TIMES_SLOWER = 1.5
@@ -20,30 +28,67 @@ LOOKS = 2
 """...each time it was looked at, so often in a row."""
 
 
+@dataclass
+class Marks:
+    """Places of a step in time: of the host's clock, or events that a GPU passes by."""
+
+    start: Any
+    called: Any = None
+    """The first forward is asked for: until here a process needs no other."""
+    forward: Any = None
+    forward_end: Any = None
+    fetches: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the steps since the last look had in common; seconds of a step, the mean over steps and processes."""
+
+    data: float
+    """Nothing to do until the loader has given a batch."""
+    waiting: float
+    """For the slowest process, until it is where they first meet."""
+    total: float
+    """Sum over the processes of what each of them gave."""
+    slow: str | None
+    """A line when one process has held the others up, once for each."""
+
+
 class Pace:
-    """What comes before the first forward of a step (data, host), and that forward itself.
+    """What comes before the first forward of a step (data, host), and that forward itself: until then nobody waits.
 
     Later all processes take the same time, since each waits for the slowest. Engines that fetch weights from the others
-    wait in the forward too, so that under them only what comes before it stands out. Events on a GPU are read when a step
-    is logged, so nothing waits for it.
+    wait in the forward too, so under them only what comes before it counts. Events on a GPU are read when a step is
+    logged, so nothing waits for it, and data that is late while the device still has work costs nothing.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator = accelerator
         self._on_gpu = accelerator.device.type == "cuda"
-        self._marks: list[Any] | None = None
-        self._steps: list[list[Any]] = []
-        """Of each: its start, the call of the engine, the start and the end of the forward."""
-        self._since = time.monotonic()
+        self._steps: list[Marks] = []
         self._slow, self._times, self._told = -1, 0, -1
+        self._meets_in_forward = asked_strategy() in ("fsdp2", "hsdp", "deepspeed_zero3")
         if accelerator.num_processes > 1:
             inner = getattr(model, "module", model)  # DDP first copies the main process's buffers
-            model.register_forward_pre_hook(lambda module, inputs: self._mark(1))
-            inner.register_forward_pre_hook(lambda module, inputs: self._mark(2))
-            inner.register_forward_hook(lambda module, inputs, output: self._mark(3))
+            # Before the engine's own, in which the processes may meet.
+            model.register_forward_pre_hook(lambda module, inputs: self._mark("start", "called"), prepend=True)
+            inner.register_forward_pre_hook(lambda module, inputs: self._mark("called", "forward"))
+            inner.register_forward_hook(lambda module, inputs, output: self._mark("forward", "forward_end"))
 
     def start_step(self) -> None:
-        self._marks = [self._now()]
+        self._steps.append(Marks(self._now()))
+
+    def reading(self, loader: Iterable[Batch], span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Batch]:
+        """Its batches, and how long each was waited for; `span` puts a name into a profile."""
+        batches = iter(loader)
+        while True:
+            asked = self._now()
+            with span("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._steps[-1].fetches.append((asked, self._now()))
+            yield batch
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -52,34 +97,53 @@ class Pace:
         event.record()
         return event
 
-    def _mark(self, place: int) -> None:
-        if self._marks is None or len(self._marks) != place:  # only in the first forward of a step
-            return
-        self._marks.append(self._now())
-        if place == 3:
-            self._steps.append(self._marks)
-            self._marks = None
+    def _mark(self, after: str, place: str) -> None:
+        if self._steps and getattr(self._steps[-1], place) is None and getattr(self._steps[-1], after) is not None:
+            setattr(self._steps[-1], place, self._now())  # only in the first forward of a step
 
     def _between(self, one: Any, other: Any) -> float:
         seconds: float = one.elapsed_time(other) / 1000 if self._on_gpu else other - one
         return seconds
 
-    def compare(self) -> str | None:
-        """A line when one process has held the others up since the last call, once for each. Every process calls.
+    def _own(self, step: Marks) -> float:
+        """What this process needs for itself before it meets the others; the first batch comes before `called`."""
+        if step.forward_end is None:
+            return 0.0
+        forward = 0.0 if self._meets_in_forward else self._between(step.forward, step.forward_end)
+        later = sum(self._between(*fetch) for fetch in step.fetches[1:])
+        return self._between(step.start, step.called) + forward + later
+
+    def look(self, seconds: float, mine: float) -> Look:
+        """At the steps since the last look, which took so many seconds. Every process calls.
 
         After a log, when the device has done all that was asked of it.
+
+        Args:
+            mine: of this process, to be summed over all.
         """
         steps, self._steps = self._steps, []
-        since, self._since = self._since, time.monotonic()
+        count = max(len(steps), 1)
+        data = sum(self._between(*fetch) for step in steps for fetch in step.fetches) / count
         if not steps or self._accelerator.num_processes == 1:
-            return None
-        own = statistics.median(self._between(a, b) + self._between(c, d) for a, b, c, d in steps)
-        mine = torch.tensor([own], device=self._accelerator.device)
-        times = self._accelerator.gather(mine).tolist()
+            return Look(data, 0.0, mine, None)
+        device = self._accelerator.device
+        numbers = [data, mine, *(self._own(step) for step in steps)]
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        everyone = self._accelerator.gather(torch.tensor([numbers], device=device, dtype=dtype)).tolist()
+        own = [numbers[2:] for numbers in everyone]
+        latest = [max(of_step) for of_step in zip(*own, strict=True)]
+        waited = [sum(latest) - sum(of_process) for of_process in own]
+        return Look(
+            data=statistics.fmean(numbers[0] for numbers in everyone),
+            waiting=statistics.fmean(waited) / count,
+            total=sum(numbers[1] for numbers in everyone),
+            slow=self._compare([statistics.median(of_process) for of_process in own], seconds / count),
+        )
+
+    def _compare(self, times: list[float], step: float) -> str | None:
         slowest = max(range(len(times)), key=times.__getitem__)
         usual = statistics.median(times[:slowest] + times[slowest + 1 :])
         lost = times[slowest] - usual
-        step = max((self._since - since) / len(steps), 1e-9)
         is_slow = times[slowest] > TIMES_SLOWER * usual and lost > max(SHARE * step, LEAST_SECONDS)
         self._times = self._times + 1 if is_slow and slowest == self._slow else int(is_slow)
         self._slow = slowest if is_slow else -1
@@ -89,5 +153,5 @@ class Pace:
         everyone = ", ".join(f"{seconds:.2f}" for seconds in times)
         return (
             f"warning: process {slowest} holds up the others by {lost:.2f} of {step:.2f} s in each step; "
-            f"up to the end of their first forward the processes take {everyone} s"
+            f"until they first meet in a step the processes take {everyone} s"
         )
