@@ -5,7 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import shutil
+import signal
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +19,18 @@ import pytest
 import torch
 from backends import STRATEGY
 from processes import ROOT, Finished, Launch, launcher_environment
+from test_stop import wrap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from acc_lm.adapter import add_adapter
 from acc_lm.attention import CAUSAL_WITHOUT_MASK
 from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
+from acc_lm.errors import ConfigError
 from acc_lm.history import read
 from acc_lm.model import build_model, flops_of_model
-from acc_lm.profiling import STEP
+from acc_lm.profiling import PARTS, STEP, joined, look_at, operators, split, without
+from acc_lm.recipe import load_config
 from acc_lm.throughput import Flops, flops_of, peak_of
 from acc_lm.tokenizer import make_tokenizer
 from benchmarks import gpu
@@ -215,3 +223,198 @@ def test_a_profile_is_written_and_changes_nothing(config: str, tiny: list[str], 
         assert not (plain / "profile").exists()
         exact = ("step", "loss", "grad_norm")
         assert [[row[k] for k in exact] for row in logged(run)] == [[row[k] for k in exact] for row in logged(plain)]
+
+
+def slow_loader(rank: int) -> None:
+    """Process 1 waits a tenth of a second for each batch."""
+    from acc_lm.rows import Rows
+
+    original = Rows.__getitems__
+
+    def late(self: Rows, rows: Any) -> Any:
+        time.sleep(0.1 if rank == 1 else 0.0)
+        return original(self, rows)
+
+    Rows.__getitems__ = late  # type: ignore[method-assign]
+
+
+def slow_host(rank: int) -> None:
+    """Process 1 does something else for two tenths of a second before each step."""
+    import acc_lm.step
+
+    original = acc_lm.step.train_step
+
+    def late(*positional: Any, **keywords: Any) -> Any:
+        time.sleep(0.2 if rank == 1 else 0.0)
+        return original(*positional, **keywords)
+
+    acc_lm.step.train_step = late
+
+
+SEVERAL = ["ddp", "fsdp2", "deepspeed_zero2", pytest.param("deepspeed_zero3", marks=pytest.mark.slow),
+           pytest.param("deepspeed_zero1", marks=pytest.mark.slow)]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("what", [slow_loader, pytest.param(slow_host, marks=pytest.mark.slow)])
+def test_what_is_slow_shows_where_it_is(
+    what: Callable[[int], None], config: str, tiny: list[str], tmp_path: Path
+) -> None:
+    """Two batches a step: 0.2 s on process 1, for which process 0 waits; the means are half of that."""
+    train([*tiny, "training.micro_batch_size=3", "training.max_steps=5", "profile.steps=[3, 4]", "training.log_every=1",
+           "training.eval_every=null", "data.eval_fraction=0.02"], config, what)  # fmt: skip
+    rows = logged(tmp_path / "run")
+    assert len(rows) == 5
+    for row in rows:
+        assert sum(row[name] for name in SPLIT) == pytest.approx(row["seconds_per_step"])
+        assert row["seconds_per_step"] >= 0.2
+    data, waiting = (statistics.median(row[name] for row in rows[1:]) for name in ("seconds_data", "seconds_waiting"))
+    assert waiting > 0.08, rows
+    assert (data >= 0.1) == (what is slow_loader), rows
+    parts = parts_of(tmp_path / "run")
+    assert (parts["data"][2] >= 200) == (what is slow_loader), parts
+    assert (parts["host, none of these"][2] >= 200) == (what is slow_host), parts
+    assert parts["waiting for others"][1] > 160, parts
+    assert parts["waiting for others"][2] < 100, parts
+
+
+@pytest.mark.parametrize("config", ["single", "ddp"])
+def test_mfu_is_of_all_processes(config: str, tiny: list[str], tmp_path: Path) -> None:
+    arguments = ["training.micro_batch_size=3", "training.log_every=1"]
+    finished = train([*tiny, *arguments, "tracking.peak_tflops=0.25"], config)
+    _, facts = build({"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+                      "num_attention_heads": 2, "num_key_value_heads": 1})  # fmt: skip
+    whole, causal = (facts.flops.of_token(32, half) for half in (False, True))
+    count = 1 if config == "single" else 2
+    assert re.search(rf"^speed +{whole / 1e3:.3g} kFLOP a token, {causal / 1e3:.3g} with causal attention; "
+                     rf"MFU is of {count} x cpu \(\S+\), 0.25 TFLOP/s as the recipe says$", finished.output, re.M)  # fmt: skip
+    rows = logged(tmp_path / "run")
+    for row in rows:
+        expected = row["tokens_per_second"] * whole / (count * 0.25e12)
+        assert row["mfu"] == pytest.approx(expected, rel=0.1), "a row may be short, and is computed in full"
+        assert row["mfu_causal"] / row["mfu"] == pytest.approx(causal / whole)
+    assert any(
+        row["mfu"] == pytest.approx(row["tokens_per_second"] * whole / (count * 0.25e12), rel=1e-6) for row in rows
+    )
+    if config == "single":
+        finished = train([*tiny, f"output_dir={tmp_path}/unknown"])
+        assert "no MFU: no peak of cpu (" in finished.output
+        assert not any("mfu" in name for row in logged(tmp_path / "unknown") for name in row)
+
+
+def test_a_run_that_goes_on_looks_at_what_is_left(tiny: list[str], tmp_path: Path) -> None:
+    def stop(rank: int) -> None:
+        wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGTERM), 4)
+
+    arguments = [*tiny, "profile.steps=[3, 6]"]
+
+    def run() -> int:
+        import train
+
+        stop(0)
+        return train.main(arguments)
+
+    stopped = Launch(run).wait(60)
+    assert stopped.codes == [75], stopped.output
+    file = tmp_path / "run/profile/summary.txt"
+    assert re.match(r"Steps 3 to [45],", file.read_text())
+    last = int(file.read_text()[11])
+    train([*arguments, "training.max_steps=8"])
+    assert file.read_text().startswith(f"Steps {last + 1} to 6,")
+    shutil.rmtree(file.parent)
+    finished = train([*arguments, "training.max_steps=10"])
+    assert "resumed from" in finished.output
+    assert not file.parent.exists(), "the range is past"
+
+
+@pytest.mark.parametrize(("steps", "message"), [
+    ("[5, 3]", "profile.steps must be the first and the last of 1 to 20 steps, got [5, 3]; for instance [5, 8]"),
+    ("[1, 21]", "profile.steps must be the first and the last of 1 to 20 steps, got [1, 21]"),
+    ("[0, 3]", "profile.steps"), ("[3]", "profile.steps"), ("ten", "profile.steps"),
+    ("[4, 7]", "profile.steps must be within training.max_steps 6, got [4, 7]"),
+])  # fmt: skip
+def test_steps_that_are_none_are_refused(steps: str, message: str, tiny: list[str]) -> None:
+    config = [word for word in tiny if word != "--config"]
+    with pytest.raises(ConfigError) as error:
+        load_config(Path(config[0]), [*config[1:], f"profile.steps={steps}"])
+    assert message in str(error.value)
+
+
+def test_steps_beyond_the_last_epoch_are_refused(tiny: list[str]) -> None:
+    arguments = [
+        *tiny,
+        "training.max_steps=null",
+        "training.num_epochs=0.5",
+        "schedule.warmup_steps=0",
+        "profile.steps=[18, 19]",
+    ]
+
+    def run() -> int:
+        import train
+
+        return train.main(arguments)
+
+    finished = Launch(run).wait(60)
+    assert finished.codes == [2]
+    assert re.search(
+        r"^error: profile.steps must be within the \d+ steps of the run, got \[18, 19\]", finished.output, re.M
+    )
+
+
+# --- traces --------------------------------------------------------------------------------------------------------
+
+
+def event(name: str, start: float, duration: float, cat: str, correlation: int | None = None) -> dict[str, Any]:
+    """Times in milliseconds."""
+    more = {} if correlation is None else {"args": {"correlation": correlation}}
+    return {"ph": "X", "name": name, "ts": 1e3 * start, "dur": 1e3 * duration, "cat": cat, "tid": 1, **more}
+
+
+def on_a_gpu(late: float) -> list[dict[str, Any]]:
+    """Two steps of 10 ms that the host launches ahead; in the second the loader is late while the device has nothing to do."""
+    return [
+        event(f"{STEP}1", 0, 4, "user_annotation"), event(f"{STEP}2", 5, 9, "user_annotation"),
+        event("data", 0.2, 0.2, "user_annotation"), event("data", 5, 6, "user_annotation"),
+        event("cudaLaunchKernel", 1, 0.1, "cuda_runtime", 1), event("gemm", 1, 5, "kernel", 1),
+        event("cudaLaunchKernel", 2, 0.1, "cuda_runtime", 2), event("ncclDevKernel_AllReduce", 4, 4 + late, "kernel", 2),
+        event("cudaLaunchKernel", 3, 0.1, "cuda_runtime", 3), event("adamw", 8 + late, 2, "kernel", 3),
+        event("cudaLaunchKernel", 11, 0.1, "cuda_runtime", 4), event("gemm", 12 + late, 5, "kernel", 4),
+        event("ncclDevKernel_AllReduce", 13 + late, 5, "kernel", 5), event("cudaLaunchKernel", 12.5, 0.1, "cuda_runtime", 5),
+    ]  # fmt: skip
+
+
+def test_the_parts_of_a_step_on_a_gpu_are_those_of_the_device() -> None:
+    fast, slow = look_at(on_a_gpu(0)), look_at(on_a_gpu(1))
+    first, second = fast
+    assert [round(1e3 * first[name], 3) for name in ("seconds", "data", "compute", "host")] == [10, 0.2, 7, 0.8]
+    assert first["exposed"] == [pytest.approx(2e-3)], "4 to 6 is hidden behind the product"
+    # From the end of the first on: 10 to 11 the loader, then the host; the device is done at 18.
+    assert [round(1e3 * second[name], 3) for name in ("seconds", "data", "compute", "host")] == [8, 1, 5, 1]
+    assert second["exposed"] == [pytest.approx(1e-3)]
+    parts = split([fast, slow])
+    for of in parts:
+        assert sum(of[name] for name in PARTS) == pytest.approx(of["step"])
+    assert [round(1e3 * of["communication"], 3) for of in parts] == [1.5, 1.5]
+    assert [round(1e3 * of["waiting"], 3) for of in parts] == [0, 0.5]
+    assert [round(1e3 * of["hidden"], 3) for of in parts] == [3, 3]
+    assert [(name, calls) for name, calls, _ in operators(on_a_gpu(0))] == [
+        ("gemm", 2),
+        ("ncclDevKernel_AllReduce", 2),
+        ("adamw", 1),
+    ]
+
+
+def test_operators_have_the_time_that_they_need_themselves() -> None:
+    events = [event(f"{STEP}1", 0, 10, "user_annotation"), event("aten::linear", 1, 4, "cpu_op"), event("aten::mm", 2, 2.5, "cpu_op"),
+              event("autograd::engine::evaluate_function: X", 6, 3, "cpu_op"), event("aten::mm", 6.5, 1, "cpu_op"),
+              event("aten::argmax", 11, 5, "cpu_op")]  # fmt: skip
+    assert [(name, calls, round(1e3 * seconds, 3)) for name, calls, seconds in operators(events)] == [
+        ("aten::mm", 2, 3.5), ("aten::linear", 1, 1.5),
+    ]  # fmt: skip
+
+
+def test_intervals() -> None:
+    assert joined([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
+    assert without([(0, 10)], [(1, 2), (3, 4), (9, 12)]) == [(0, 1), (2, 3), (4, 9)]
+    assert without([(0, 1), (5, 6)], [(0, 6)]) == []
+    assert without([(0, 1)], []) == [(0, 1)]

@@ -141,7 +141,8 @@ class Profile:
             print(f"warning: there is no profile: {problem}", flush=True)
             return
         (self._folder / SUMMARY).write_text(summary(everyone, operators(events), self._first, self._folder))
-        print(f"profile of steps {self._first} to {self._last}: {self._folder / SUMMARY}", flush=True)
+        last = self._first + len(mine["steps"]) - 1
+        print(f"profile of steps {self._first} to {last}: {self._folder / SUMMARY}", flush=True)
 
     def stop(self) -> None:
         """Look no longer, and write nothing."""
@@ -195,7 +196,11 @@ def operators(events: Iterable[dict[str, Any]]) -> list[tuple[str, int, float]]:
         add(event["name"], 1, event["dur"])
     above: dict[Any, list[dict[str, Any]]] = {}
     for event in sorted(whole, key=lambda e: (e["ts"], -e["dur"])) if not kernels else ():
-        if event.get("cat") != "cpu_op" or not within(steps, (event["ts"], event["ts"])):
+        if (
+            event.get("cat") != "cpu_op"
+            or not event["name"].startswith(COMPUTES)
+            or not within(steps, (event["ts"], event["ts"]))
+        ):
             continue
         callers = above.setdefault(event["tid"], [])
         while callers and _place(callers[-1])[1] <= event["ts"]:
