@@ -251,6 +251,8 @@ def slow_host(rank: int) -> None:
     acc_lm.step.train_step = late
 
 
+# Its positions are in no unit but the outermost, which FSDP2 gathers before any hook of ours that is not in front.
+MODEL_WITH_WEIGHTS_AT_ITS_ROOT = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 32, resid_pdrop: 0.0, embd_pdrop: 0.0, attn_pdrop: 0.0}"
 SEVERAL = ["ddp", "fsdp2", "deepspeed_zero2", pytest.param("deepspeed_zero3", marks=pytest.mark.slow),
            pytest.param("deepspeed_zero1", marks=pytest.mark.slow)]  # fmt: skip
 
@@ -262,7 +264,7 @@ def test_what_is_slow_shows_where_it_is(
 ) -> None:
     """Two batches a step: 0.2 s on process 1, for which process 0 waits; the means are half of that."""
     train([*tiny, "training.micro_batch_size=3", "training.max_steps=5", "profile.steps=[3, 4]", "training.log_every=1",
-           "training.eval_every=null", "data.eval_fraction=0.02"], config, what)  # fmt: skip
+           "training.eval_every=null", "data.eval_fraction=0.02", MODEL_WITH_WEIGHTS_AT_ITS_ROOT], config, what)  # fmt: skip
     rows = logged(tmp_path / "run")
     assert len(rows) == 5
     for row in rows:
@@ -402,6 +404,20 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_the_device() -> None:
         ("ncclDevKernel_AllReduce", 2),
         ("adamw", 1),
     ]
+
+
+def test_what_two_collectives_hold_up_together_counts_once() -> None:
+    span, product = event(f"{STEP}1", 0, 10, "user_annotation"), event("aten::mm", 0, 2, "cpu_op")
+    (step,) = look_at(
+        [
+            span,
+            product,
+            event("gloo:all_reduce", 1, 5, "user_annotation"),
+            event("gloo:all_gather", 3, 5, "user_annotation"),
+        ]
+    )
+    assert step["exposed"] == [pytest.approx(4e-3), pytest.approx(2e-3)]
+    assert [round(1e3 * step[name], 3) for name in ("compute", "communicated", "host")] == [2, 7, 2]
 
 
 def test_operators_have_the_time_that_they_need_themselves() -> None:
