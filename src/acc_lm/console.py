@@ -151,7 +151,9 @@ class Bar:
             if done:
                 seconds = (time.monotonic() - self._start) / done * (self._num_steps - step)
                 left = f"  {_duration(seconds)} left"
-            self.line(f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{mfu}{left}")
+            self.line(
+                f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{mfu}{left}"
+            )
         else:
             self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s{mfu}", refresh=False)
 
