@@ -128,6 +128,8 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
         values.setdefault(section, {})[name] = {"true": True, "false": False, "null": None}.get(value, value)
         if value.isdigit():
             values[section][name] = int(value)
+        elif value[:1].isdigit():
+            values[section][name] = float(value)
     return Config.model_validate(values)
 
 
@@ -246,6 +248,8 @@ class Faults:
             "step count not restored",
             "first moment not restored",
             "second moment not restored",
+            "momentum not restored",
+            "parts made orthogonal",
             "decay group not restored",
         )
 
@@ -278,7 +282,11 @@ class Faults:
         if self.name == "decay group not restored":
             for group in inner.param_groups:
                 group["weight_decay"] = 0.1
-        kind = {"first moment not restored": "exp_avg", "second moment not restored": "exp_avg_sq"}.get(self.name or "")
+        kind = {
+            "first moment not restored": "exp_avg",
+            "second moment not restored": "exp_avg_sq",
+            "momentum not restored": "momentum_buffer",
+        }.get(self.name or "")
         for piece in pieces_of(model, optimizer) if kind else []:
             piece.put(kind, torch.zeros(piece.length))
 

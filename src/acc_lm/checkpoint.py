@@ -66,6 +66,11 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
             for piece in kept_pieces(model, optimizer):
                 for kind in piece.kinds:
                     key = f"{kind}/{piece.name}"
+                    if key not in parts and f"{WEIGHT}/{piece.name}" in parts:
+                        raise CheckpointError(
+                            f"{checkpoint.folder} must be of a run with the same optimizer, got one without {key}; "
+                            "put back its optimizer.name, or start from its final/ with model.name_or_path"
+                        )
                     piece.put(kind, _assemble(checkpoint.folder, key, parts.get(key, []), piece.start, piece.length))
         except CheckpointError as error:
             problem = error

@@ -410,20 +410,32 @@ class TrainingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, with weight decay on matrices only and clipping by the global norm."""
+    """AdamW or Muon, with weight decay on matrices only and clipping by the global norm."""
 
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the weights of the hidden layers with AdamW for embeddings, head, norms and biases."""
     learning_rate: PositiveFloat = 3e-3
-    """Peak learning rate."""
+    """Peak learning rate; Muon's updates are as large as AdamW's, so that one rate serves both."""
+    adamw_learning_rate: PositiveFloat | None = None
+    """Peak learning rate of what muon leaves to AdamW, on the same schedule; null: `learning_rate`."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)] = (0.9, 0.95)
-    """Decay of the first and second moment, per step."""
+    """Decay of AdamW's first and second moment, per step."""
     epsilon: PositiveFloat = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the square root of AdamW's second moment."""
+    momentum: Beta = 0.95
+    """Decay of Muon's momentum (Nesterov's), per step."""
     weight_decay: Rate = 0.1
     """Decoupled weight decay, per unit of learning rate; not on biases and norms."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null: no clipping."""
+
+    @model_validator(mode="after")
+    def _two_rates_need_two_optimizers(self) -> OptimizerConfig:
+        if self.name == "adamw" and self.adamw_learning_rate is not None:
+            raise ValueError(
+                f"adamw_learning_rate must be null for adamw, got {self.adamw_learning_rate}; set learning_rate, or name=muon"
+            )
+        return self
 
 
 SCHEDULES = (
@@ -694,6 +706,11 @@ class Config(Section):
             raise ValueError(
                 f"adapter.quantize_base must be none for model.dtype float64, got {self.adapter.quantize_base}, which computes in 16 or 32 bits; "
                 "change one of them"
+            )
+        if self.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name must be adamw beside an adapter, got muon, which is made for the update of a whole weight and not for "
+                f"each of its two thin factors; change it, {ways}"
             )
         if model.freeze:
             raise ValueError(

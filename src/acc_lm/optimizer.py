@@ -1,22 +1,38 @@
-"""AdamW over two groups: parameters that decay and parameters that do not."""
+"""AdamW over parameters that decay and parameters that do not, or Muon on the matrices between embeddings and head."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from acc_lm.config import OptimizerConfig
+from acc_lm.errors import ConfigError
+from acc_lm.muon import MOMENTUM, MuonAndAdamW, hidden_matrices
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW on everything that is trained, fused where the parameters allow it."""
+    """The recipe's optimizer on everything that is trained, AdamW fused where the parameters allow it.
+
+    Raises:
+        ConfigError: Muon, and no matrix for it.
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = decayed_names(model)
-    groups = [
-        {"params": [p for name, p in parameters.items() if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
+    hidden = hidden_matrices(model) & parameters.keys() if config.name == "muon" else set()
+    if config.name == "muon" and not hidden:
+        raise ConfigError(
+            "optimizer.name must be adamw where no matrix of a hidden layer is trained, got muon; change it, or model.freeze"
+        )
+    others = {"lr_factor": (config.adamw_learning_rate or config.learning_rate) / config.learning_rate}
+    groups: list[dict[str, Any]] = [
+        {"params": [parameters[name] for name in parameters if name in hidden], "weight_decay": config.weight_decay, MOMENTUM: config.momentum},
+        {"params": [p for name, p in parameters.items() if name in decayed - hidden], "weight_decay": config.weight_decay, **others},
+        {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0, **others},
+    ]  # fmt: skip
+    kind = MuonAndAdamW if hidden else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=config.betas,
@@ -42,4 +58,4 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_factor", 1.0)

@@ -171,6 +171,11 @@ def fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
         check_recipe(config)
     _refuse_what_a_cpu_cannot_do(config.distributed, asked.strategy, asked.has_accelerator)
     _refuse_a_hook_that_fails(config, asked.strategy)
+    if config.optimizer.name == "muon" and asked.strategy.startswith("deepspeed"):
+        raise MachineError(
+            "optimizer.name must be adamw under DeepSpeed, which updates flat parts of the weights that are no matrices any more, got muon; "
+            "change it, or use accelerate_configs/fsdp2.yaml"
+        )
     if config.data.streaming and config.data.num_streams % asked.num_processes:
         raise ConfigError(
             f"data.num_streams must be a multiple of the number of processes {asked.num_processes}, got {config.data.num_streams}; "

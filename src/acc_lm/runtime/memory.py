@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError, OutOfMemoryError
+from acc_lm.muon import moments
 from acc_lm.runtime.engines import gather_objects
 from acc_lm.runtime.launch import split_global_batch
 from acc_lm.runtime.strategy import asked_strategy, is_deepspeed
@@ -156,18 +157,18 @@ def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch:
     problem = None
     try:
         inner = getattr(optimizer, "optimizer", optimizer)
-        moments = [
+        beside = [
             torch.empty_like(getattr(p, "_local_tensor", p))
             for group in inner.param_groups
             for p in group["params"]
-            for _ in range(2)
+            for _ in moments(group)
             if p not in inner.state
         ]
         # DDP exchanges gradients and buffers; without it a process that lacks memory leaves no other one waiting.
         alone = getattr(model, "module", model)
         loss = alone(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
         accelerator.backward(loss * 0.0)
-        del loss, moments
+        del loss, beside
     except Exception as error:
         if not is_out_of_memory(error):
             raise

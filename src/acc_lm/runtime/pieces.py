@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.errors import MachineError
+from acc_lm.muon import MOMENTS, local, moments
 from acc_lm.runtime.strategy import bare_model, is_deepspeed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 WEIGHT = "param"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class Piece:
     is_trained: bool = True
     replica: tuple[int, int] = (0, 1)
     """(which of the processes that hold this same piece, how many do)."""
+    moments: tuple[str, ...] = MOMENTS
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return (WEIGHT, *MOMENTS) if self.is_trained else (WEIGHT,)
+        return (WEIGHT, *self.moments) if self.is_trained else (WEIGHT,)
 
     def share(self) -> tuple[int, int]:
         """(first, past the last) element of the piece that this process writes: replicas share the work."""
@@ -63,16 +64,13 @@ def pieces_of(model: nn.Module, optimizer: Any) -> list[Piece]:
     return list(_zero12_pieces(named, inner))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
     """One process, DDP, FSDP2 and HSDP: torch's own optimizer, parameters whole or cut along their first dimension."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    kept = {parameter: moments(group) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in named:
         start, replica = 0, (rank, world)
         if isinstance(parameter, DTensor):
@@ -85,20 +83,22 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
             start = offset[0] * math.prod(parameter.shape[1:]) if offset else 0
             coordinate = mesh.get_coordinate()
             replica = (coordinate[0], mesh.size(0)) if mesh.ndim == 2 and coordinate else (0, 1)
-        length = _local(parameter).numel()
+        length = local(parameter).numel()
         if length == 0:
             continue
 
         def view(kind: str, parameter: nn.Parameter = parameter) -> Tensor:
             if kind != WEIGHT and kind not in optimizer.state[parameter]:  # it never had a gradient
-                return torch.zeros_like(_local(parameter.detach())).view(-1)
+                return torch.zeros_like(local(parameter.detach())).view(-1)
             tensor = parameter if kind == WEIGHT else optimizer.state[parameter][kind]
-            return _local(tensor.detach()).view(-1)
+            return local(tensor.detach()).view(-1)
 
         def put(kind: str, values: Tensor, view: Callable[[str], Tensor] = view) -> None:
             view(kind).copy_(values)
 
-        yield Piece(name, tuple(parameter.shape), start, length, view, put, parameter.requires_grad, replica)
+        yield Piece(
+            name, tuple(parameter.shape), start, length, view, put, parameter.requires_grad, replica, kept.get(parameter, ())
+        )  # fmt: skip
 
 
 def _of(flat: Tensor) -> tuple[Callable[[str], Tensor], Callable[[str, Tensor], None]]:
@@ -225,17 +225,16 @@ def start_state(optimizer: Any, num_updates: int) -> None:
     """Give the optimizer the state it would have after `num_updates`, with moments still to be filled in."""
     inner, tensors = _state_tensors(optimizer)
     of_torch = isinstance(inner, torch.optim.AdamW)
-    on_device = {
-        id(p): group.get("fused") or group.get("capturable") for group in inner.param_groups for p in group["params"]
-    }
+    groups = {p: group for group in inner.param_groups for p in group["params"]}
     for tensor in tensors:
         step: Any = num_updates
+        group = groups.get(tensor, {})
         if of_torch:
-            where = _local(tensor).device if on_device.get(id(tensor)) else "cpu"
+            where = local(tensor).device if group.get("fused") or group.get("capturable") else "cpu"
             step = torch.tensor(float(num_updates), device=where)
         inner.state[tensor] = {
             "step": step,
-            **{kind: torch.zeros_like(tensor.detach()) for kind in MOMENTS},
+            **{kind: torch.zeros_like(tensor.detach()) for kind in moments(group)},
         }
     if hasattr(inner, "ds_opt_adam"):
         # Its C++ side keeps beta^t as a running product: replay the updates on one element that nobody sees.
