@@ -40,7 +40,7 @@ STRATEGY = {
 class Scenario:
     model: str = "gpt2"
     accumulation: int = 1
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     dtype: str = "float32"
     mixed_precision: str = "no"
     steps: int = STEPS
@@ -53,7 +53,9 @@ class Scenario:
     """A checkpoint's folder to go on from."""
 
     def __str__(self) -> str:
-        checkpointing = " checkpointing" if self.gradient_checkpointing else ""
+        checkpointing = {False: "", True: " checkpointing"}.get(
+            self.gradient_checkpointing, f" {self.gradient_checkpointing}"
+        )  # type: ignore[call-overload]
         return f"{self.model} {self.dtype} {self.mixed_precision} accumulation {self.accumulation}{checkpointing}"
 
 

@@ -10,7 +10,7 @@ from processes import ROOT
 
 SOURCE = ROOT / "src" / "acc_lm"
 FLOORS = {
-    "redaction": 0, "cache": 0, "errors": 0, "losses": 0, "packing": 0, "order": 0, "mixture": 0, "progress": 0, "history": 0, "stop": 0, "throughput": 0,
+    "redaction": 0, "cache": 0, "errors": 0, "losses": 0, "activations": 0, "packing": 0, "order": 0, "mixture": 0, "progress": 0, "history": 0, "stop": 0, "throughput": 0,
     "config": 1, "recipe": 1, "timetable": 1,
     "sources": 2, "tokenizer": 2, "chat": 2, "conversations": 2, "stream_reader": 2, "streaming": 2, "rows": 2, "documents": 2, "data": 2, "attention": 2, "adapter": 2,
     "model": 2, "muon": 2, "optimizer": 2, "schedule": 2, "runtime": 2, "tracking": 2,

@@ -25,6 +25,12 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _no_number(value: Any) -> Any:
+    if type(value) in (int, float):  # 1 == True
+        raise ValueError(f"must be true, false or a word, got {value}; change it")
+    return value
+
+
 _STRING_LIST = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), WithJsonSchema(_STRING_LIST)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -85,8 +91,8 @@ class ModelConfig(Section):
     """From scratch: `model_type` of transformers and its own field names; ids and sizes left out come from the tokenizer."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the parameters; compute precision is `training.mixed_precision`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute, same result."""
+    gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False
+    """Compute activations again in the backward pass, same result. true: all of a block, least memory, about a third more compute; selective: all but products and attention, about half the memory."""
     freeze: Strings = ()
     """Parameters that are not trained, by patterns of their names, e.g. `model.embed_tokens.*`; each must match one."""
     resize_embeddings: bool = False

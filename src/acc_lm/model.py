@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm.activations import checkpoint_arguments
 from acc_lm.adapter import SETTINGS, add_adapter, freeze, weights_checksum
 from acc_lm.attention import (
     CAUSAL,
@@ -279,7 +280,7 @@ def _fit_to_recipe(
     if config.gradient_checkpointing:
         # transformers is renaming the switch; both names take the same keywords.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable(checkpoint_arguments(config.gradient_checkpointing))
 
 
 def check_model(

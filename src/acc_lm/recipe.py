@@ -363,7 +363,9 @@ def _explain(detail: Any, sources: dict[str, str]) -> str:
         limit = next(iter(context.values()))
         expectation = f"a number {sign} {limit:g}"
     elif kind == "literal_error":
-        expectation = "one of " + context["expected"].replace("'", "").replace(" or ", ", ")
+        choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        choices = [{"True": "true", "False": "false"}.get(choice, choice) for choice in choices]
+        expectation = f"one of {', '.join(choices)}"
     elif kind == "missing" or kind not in EXPECTATIONS:
         expectation = detail["msg"].removeprefix("Input should be ")
     else:
@@ -371,9 +373,7 @@ def _explain(detail: Any, sources: dict[str, str]) -> str:
     given = detail["input"]
     hint = "change it"
     if kind == "literal_error" and isinstance(given, str):
-        near = difflib.get_close_matches(
-            given, context["expected"].replace("'", "").replace(" or ", ", ").split(", "), n=1
-        )
+        near = difflib.get_close_matches(given, choices, n=1)
         hint = f"did you mean {near[0]}?" if near else hint
     return f"{where}{key} must be {expectation}, got {given!r} ({_type_name(given)}); {hint}"
 
@@ -453,7 +453,7 @@ def _type_text(field: FieldInfo) -> str:
     def text(annotation: Any) -> str:
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Literal:
-            return " | ".join(map(str, arguments))
+            return " | ".join(map(_as_yaml, arguments))
         if origin is typing.Annotated:
             return text(arguments[0])
         if origin in (typing.Union, types.UnionType):

@@ -104,10 +104,10 @@ def next_rung(config: Config) -> str:
     micro, strategy = config.training.micro_batch_size, asked_strategy()
     if micro > 1:
         rungs = [f"training.micro_batch_size={smaller(micro)} takes the same batches in smaller parts"]
-        if not config.model.gradient_checkpointing:
+        if config.model.gradient_checkpointing is not True:
             rungs.append("model.gradient_checkpointing=true keeps fewer activations")
         return ", ".join(rungs)
-    if not config.model.gradient_checkpointing:
+    if config.model.gradient_checkpointing is not True:
         return "model.gradient_checkpointing=true keeps fewer activations"
     if strategy not in ("fsdp2", "hsdp", "deepspeed_zero3"):
         return "spread the model over several devices with accelerate_configs/fsdp2.yaml or deepspeed_zero3.yaml"
