@@ -24,7 +24,7 @@ from acc_lm.muon import MuonAndAdamW, hidden_matrices
 from acc_lm.optimizer import build_optimizer, set_learning_rate
 
 MUON = "optimizer.name=muon"
-RATE, MOMENTUM, DECAY = 1e-2, 0.9, 0.1
+RATE, MOMENTUM, DECAY = 1e-2, 0.9, 0.3  # none is torch's own
 BOUNDS = TOLERANCE["no"] | OF_MUON
 SHAPES = [(48, 32), (32, 48), (32, 32), (33, 7), (1, 16)]
 SCENARIOS = [

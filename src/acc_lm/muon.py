@@ -28,8 +28,8 @@ def hidden_matrices(model: nn.Module) -> set[str]:
         f"{prefix}.weight"
         for prefix, module in model.named_modules()
         # GPT-2's linear layers are a class of transformers, with their weight on its side.
-        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and module is not head
-        if module.weight.ndim == 2 and (head is None or module.weight is not head.weight)
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if module.weight is not getattr(head, "weight", None)
     }
 
 
