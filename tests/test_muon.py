@@ -279,10 +279,8 @@ def test_what_is_not_restored_is_seen(fault: str, tmp_path: Path) -> None:
     assert max(largest_differences(expected, broken.metrics).values()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("config", "num_processes"),
-    [("fsdp2", 2), *(pytest.param(*o, marks=pytest.mark.slow) for o in [("ddp", 3), ("hsdp", 4)])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "num_processes"), [("ddp", 3), ("fsdp2", 2), ("hsdp", 4)])
 def test_a_resumed_run_is_the_uninterrupted_one(
     config: str, num_processes: int, tiny_recipe: Path, tmp_path: Path
 ) -> None:

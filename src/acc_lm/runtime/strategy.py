@@ -68,11 +68,11 @@ def bare_model(model: nn.Module) -> nn.Module:
     Accelerate's `unwrap_model` does the same, but imports DeepSpeed to ask whether it is one of its engines.
     """
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed(model):
-            model = model.get_submodule("module")
-        elif "_orig_mod" in model.__dict__:  # compiled by regions
+        if "_orig_mod" in model.__dict__:  # compiled by regions: a copy with compiled blocks, of DDP's wrapper too
             model = model.__dict__["_orig_mod"]
         elif "_orig_mod" in model._modules:  # compiled as a whole
             model = model.get_submodule("_orig_mod")
+        elif isinstance(model, nn.parallel.DistributedDataParallel) or is_deepspeed(model):
+            model = model.get_submodule("module")
         else:
             return model
