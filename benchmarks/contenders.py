@@ -37,6 +37,8 @@ class Job:
     vocab_size: int
     num_steps: int
     """More than will be taken."""
+    least_rows: int = 0
+    """That the text has, where larger batches will be tried."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -69,7 +71,7 @@ class Job:
         from acc_lm.tokenizer import load_tokenizer
 
         draw = np.random.default_rng(SEED)
-        num_rows = 1 + max(64, 2 * self.batch_size)
+        num_rows = 1 + max(64, 2 * self.batch_size, self.least_rows)
         alphabet = [character(i) for i in range(self.vocab_size - 1)]
         # Every character once, so that the tokenizer knows it; one id, the end, is added behind the text.
         ids = np.concatenate(
@@ -218,9 +220,12 @@ def ours(job: Job, *overrides: str) -> None:
 
 
 def without(*techniques: str) -> None:
-    """Take from ours, in this process, what makes it fast: attention, loss, update."""
+    """Take from ours, in this process, what makes it fast: attention, loss, update, vocabulary, transfer."""
+    import gc
+
     import torch
 
+    from acc_lm import losses, rows, step
     from acc_lm import model as ours_model
 
     if "attention" in techniques:
@@ -234,6 +239,13 @@ def without(*techniques: str) -> None:
             original(self, *arguments, **keywords | {"fused": None})
 
         torch.optim.AdamW.__init__ = plain  # type: ignore[method-assign]
+    if "vocabulary" in techniques:
+        losses.padded_vocabulary = lambda size, device: size
+    if "transfer" in techniques:
+        build = rows.build_loader
+        rows.build_loader = lambda *arguments, pin_memory, **keywords: build(*arguments, pin_memory=False, **keywords)
+        step.to_device = lambda batch, device: {name: tensor.to(device) for name, tensor in batch.items()}
+        gc.freeze = lambda: None
 
 
 # --- the hand-written loop -----------------------------------------------------------------------------------------

@@ -19,11 +19,14 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import shutil
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +82,7 @@ def llama(
 class Sizes:
     gpt2: Shape = field(default_factory=lambda: gpt2(12, 12, 768, 1024, 32, 50304))
     llamas: tuple[Shape, ...] = field(default_factory=lambda: (
-        llama(16, 32, 8, 2048, 8192, 2048, 16, 128256), llama(16, 32, 8, 2048, 8192, 8192, 4, 128256)))  # fmt: skip
+        llama(16, 32, 8, 2048, 8192, 2048, 8, 128256), llama(16, 32, 8, 2048, 8192, 8192, 2, 128256)))  # fmt: skip
     steps: int = 20
     llama_steps: int = 4
     rounds: int = 7
@@ -94,12 +97,14 @@ class Sizes:
     )
     """batch, heads, key-value heads, head size, length"""
     micro_batches: tuple[int, ...] = (32, 64, 96, 128, 192, 256)
+    odd_vocabulary: int = 50257
+    """GPT-2's own, which is no multiple of 64."""
     backend: str = "inductor"
 
 
 TOY = Sizes(
     gpt2=gpt2(1, 2, 16, 8, 2, 65), llamas=(llama(1, 2, 1, 16, 32, 8, 2, 65),), steps=2, llama_steps=1, rounds=2, llama_rounds=2, warm_up=1,
-    square=64, copied=1 << 16, attention=((1, 2, 1, 8, 16),), micro_batches=(1, 2), backend="eager",
+    square=64, copied=1 << 16, attention=((1, 2, 1, 8, 16),), micro_batches=(1, 2), backend="eager", odd_vocabulary=65,
 )  # fmt: skip
 
 
@@ -113,9 +118,33 @@ class Run:
     void: list[str] = field(default_factory=list)
     clock: str = "cpu"
     peak: float | None = None
+    memory_gb: float | None = None
+    """Of the GPU."""
+    deadline: float = math.inf
+    """Of `time.monotonic()`: what has not begun by then is listed as not reached."""
+    save: Callable[[], Any] = lambda: None
+    """Writes what there is so far, after every race: a command that is cut off leaves figures."""
 
-    def job(self, name: str, shape: Shape, num_steps: int) -> Job:
-        job = Job(name, self.folder / name, shape.model, shape.length, shape.batch_size, shape.vocab_size, num_steps)
+    def left(self) -> float:
+        """Seconds that are left; never more than a single piece of work may take."""
+        return min(300.0, self.deadline - time.monotonic())
+
+    @property
+    def together(self) -> int:
+        """Contenders that start at once: two do not fit on a GPU of 80 GB."""
+        return 1 if self.memory_gb is not None and self.memory_gb < 120 else 2
+
+    def job(self, name: str, shape: Shape, num_steps: int, least_rows: int = 0) -> Job:
+        job = Job(
+            name,
+            self.folder / name,
+            shape.model,
+            shape.length,
+            shape.batch_size,
+            shape.vocab_size,
+            num_steps,
+            least_rows,
+        )
         digest = ring.in_a_process(job.prepare, job.folder / "prepare")
         self.races[name] = {
             "tokens_xxh3": digest,
@@ -136,7 +165,7 @@ class Run:
         **how: Any,
     ) -> Race:
         race = ring.race(runs, job.folder / name, steps=steps, rounds=rounds, tolerance=ring.TOLERANCE["bf16"], warm_up=self.sizes.warm_up,
-                         together=2, **({"reference": REFERENCE} | how))  # fmt: skip
+                         together=self.together, deadline=self.deadline, **({"reference": REFERENCE} | how))  # fmt: skip
         found: dict[str, Any] = {
             "samples": race.samples,
             "checks": race.checks,
@@ -149,6 +178,7 @@ class Run:
             if why:
                 self.void.append(f"{name}: {why}")
         self.races[name] = self.races.get(name, {}) | found
+        self.save()
         return race
 
     def speeds(self, race: Race, name: str, shape: Shape) -> list[float]:
@@ -185,41 +215,143 @@ def ceilings(run: Run) -> None:
         run.figures.append(
             figure("G0", row["what"], "hardware", ours=row["samples"], unit=row["unit"], higher_is_better=True)
         )
-    shape = run.sizes.gpt2
-    num_steps = ring.CHECKED_STEPS + (run.sizes.steps // 2 + run.sizes.warm_up) * (run.sizes.rounds + 1) + 3
-    job = run.job("ladder", shape, num_steps)
-    everything = ("attention", "loss", "update")
-    rungs: dict[str, tuple[tuple[str, ...], bool, bool]] = {  # taken away, GPT-2's own activation, compiled
-        "eager, transformers' own": (everything, True, False),
-        "+ causal attention without a mask": (("loss", "update"), True, False),
-        "+ the activation in one operation": (("loss", "update"), False, False),
-        "+ fused update": (("loss",), False, False),
-        "+ loss fused with the head": ((), False, False),
-        "+ compiled": ((), False, True),
-    }
+    climb(run)
+    if run.left() > ring.LEAST_SECONDS:
+        for row in ring.in_a_process(lambda: loss_heads(run.sizes), run.folder / "heads", run.left()):
+            run.figures.append(figure("G0", row["what"], "hardware", ours=row["samples"], unit=row["unit"]))
+    else:
+        run.samples["loss head"] = {"failed": {"all": ring.NOT_REACHED}}
 
-    def climb(taken: tuple[str, ...], default: bool) -> None:
-        contenders.without(*taken)
-        overrides = [f"model.name_or_path={job.default_weights}"] if default else []
-        contenders.ours(job, "training.mixed_precision=bf16", *overrides)
 
-    runs = {
-        name: (lambda taken=taken, default=default: climb(taken, default))
-        for name, (taken, default, _) in rungs.items()
-    }  # type: ignore[misc]
-    compiled = {
-        name: {"ACCELERATE_DYNAMO_BACKEND": run.sizes.backend}
-        for name, (_, _, is_compiled) in rungs.items()
-        if is_compiled
-    }
-    race = run.race("ladder", job, runs, max(1, run.sizes.steps // 2), run.sizes.rounds, control=False, environments=compiled,
-                    reference=next(iter(rungs)))  # fmt: skip
+LADDER: dict[str, str] = {
+    "eager, transformers' own": "",
+    "+ causal attention without a mask": "attention",
+    "+ cuDNN's attention": "cudnn",
+    "+ the activation in one operation": "activation",
+    "+ fused update": "update",
+    "+ loss fused with the head": "loss",
+    "+ compiled": "compile",
+    "+ vocabulary to a multiple of 64": "vocabulary",
+    "+ pinned transfer, frozen collector": "transfer",
+    "+ FSDP2's 16 bits instead of autocast": "sharded",
+}
+"""Rung -> what it adds to the one before."""
+
+
+def climb(run: Run) -> None:
+    """G3: what each technique of ours gains over the rung before, on GPT-2 with its own 50257 ids."""
+    sizes = run.sizes
+    shape = replace(sizes.gpt2, vocab_size=sizes.odd_vocabulary)
+    steps = max(1, sizes.steps // 2)
+    job = run.job("ladder", shape, ring.CHECKED_STEPS + (steps + sizes.warm_up) * (sizes.rounds + 1) + 3)
+    one_process = ring.in_a_process(one_process_sharded, run.folder / "launch")
+    runs: dict[str, Callable[[], None]] = {}
+    environments: dict[str, dict[str, str]] = {}
+    has: set[str] = set()
+    for name, adds in LADDER.items():
+        has.add(adds)
+        taken = {"attention", "update", "loss", "vocabulary", "transfer"} - has
+        overrides = ["training.mixed_precision=bf16", f"training.cudnn_attention={str('cudnn' in has).lower()}"]
+        if "activation" not in has:
+            overrides.append(f"model.name_or_path={job.default_weights}")
+
+        def rung(taken: set[str] = taken, overrides: list[str] = overrides) -> None:
+            contenders.without(*taken)
+            contenders.ours(job, *overrides)
+
+        runs[name] = rung
+        environments[name] = {"ACCELERATE_DYNAMO_BACKEND": sizes.backend} if "compile" in has else {}
+        if "sharded" in has:  # each block is compiled for itself, and gathers its own weights
+            environments[name] |= one_process | {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
+    race = run.race(
+        "ladder", job, runs, steps, sizes.rounds, control=False, environments=environments, reference=next(iter(runs))
+    )
     before = None
     for name in race.samples:
         speeds = run.speeds(race, name, shape)
-        run.figures.append(figure("G3", "GPT-2 shape, ours: this rung over the one before", f"{before} -> {name}" if before else name, ours=speeds,
-                                  theirs=run.speeds(race, before, shape) if before else None, unit="tokens/s", higher_is_better=True))  # fmt: skip
+        row = figure("G3", "GPT-2 shape, ours, and over the rung before", name, ours=speeds, unit="tokens/s",
+                     theirs=run.speeds(race, before, shape) if before else None, higher_is_better=True)  # fmt: skip
+        run.figures.append(row | {"median": statistics.median(speeds)})
         before = name
+    run.save()
+
+
+def one_process_sharded() -> dict[str, str]:
+    """What the only process of `accelerate launch --config_file fsdp2_grad_op.yaml --num_processes 1` finds."""
+    import socket
+
+    from acc_lm.runtime.config_file import launch_with
+
+    file = ROOT / "accelerate_configs/fsdp2_grad_op.yaml"
+    _, environment = launch_with(file, "--num_processes", "1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH", "ACCELERATE_DYNAMO_BACKEND"):
+        changed.pop(name, None)
+    return changed | {
+        "ACC_LM_CONFIG_FILE": str(file), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
+    """Milliseconds and MiB of head and loss, forward and backward: ours in chunks of several sizes beside the plain one."""
+    import torch
+    from torch.nn import functional as F
+
+    from acc_lm import losses
+
+    device, shape = contenders.device_here(), sizes.gpt2
+    tokens, width, vocabulary = shape.batch_size * shape.length, shape.model["n_embd"], sizes.odd_vocabulary
+    hidden = torch.randn(tokens, width, device=device, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device=device, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,), device=device)
+    rows: list[dict[str, Any]] = []
+
+    def plain(hidden: Any, weight: Any, bias: None, targets: Any) -> Any:
+        return F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def measure(what: str, function: Callable[..., Any], is_compiled: bool) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(function, backend=sizes.backend) if is_compiled else function
+        samples = []
+        try:
+            for number in range(8):
+                if number == 3 and device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                began = now()
+                with torch.autocast(device, torch.bfloat16):
+                    loss = run(hidden, weight, None, targets)
+                loss.backward()
+                samples.append(now() - began)
+                hidden.grad = weight.grad = None
+        except RuntimeError as error:  # does not fit
+            rows.append({"what": f"{what}: {str(error).splitlines()[0][:80]}", "unit": "ms", "samples": [0.0]})
+            return
+        rows.append({"what": what, "unit": "ms", "samples": [1000 * seconds for seconds in samples[3:]]})
+        if device == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**20
+            rows.append({"what": f"{what}, peak memory", "unit": "MiB", "samples": [peak]})
+
+    usual = losses.GPU_CHUNK_LOGITS
+    for is_compiled in (False, True):
+        how = "compiled" if is_compiled else "eager"
+        measure(f"loss of {tokens} x {vocabulary}, plain, {how}", plain, is_compiled)
+        for logits in (usual // 4, usual, usual * 4):
+            losses.GPU_CHUNK_LOGITS = logits
+            measure(
+                f"loss of {tokens} x {vocabulary}, ours, {logits >> 20} Mi logits at once, {how}",
+                losses.summed_loss,
+                is_compiled,
+            )
+    return rows
 
 
 def hardware(sizes: Sizes) -> list[dict[str, Any]]:
@@ -292,7 +424,8 @@ def hardware(sizes: Sizes) -> list[dict[str, Any]]:
 def gpt2_race(run: Run) -> None:
     """G1: GPT-2 124M at 1024 beside every peer, default and tuned."""
     shape, sizes = run.sizes.gpt2, run.sizes
-    job = run.job("gpt2", shape, ring.CHECKED_STEPS + (sizes.steps + sizes.warm_up) * (sizes.rounds + 1) + 3)
+    num_steps = ring.CHECKED_STEPS + (sizes.steps + sizes.warm_up) * (sizes.rounds + 1) + 3
+    job = run.job("gpt2", shape, num_steps, least_rows=max(sizes.micro_batches))
     bf16 = "training.mixed_precision=bf16"
     runs: dict[str, Callable[[], None]] = {
         "ours": lambda: contenders.ours(job, bf16),
@@ -328,29 +461,41 @@ def gpt2_race(run: Run) -> None:
 def largest_micro_batch(run: Run, job: Job) -> None:
     """The largest of several that trains a step, ours beside Trainer as its documentation runs it."""
     reached: dict[str, float] = {}
+    sizes = run.sizes.micro_batches
+    run.samples["largest micro-batch"] = {"tried": sizes, "reached": reached}
     for name in ("ours", "Trainer"):
-        for size in run.sizes.micro_batches:
+        fit, rest = 0, len(sizes)  # so many of them fit, at most so many may
+        while fit < rest:
+            middle = (fit + rest + 1) // 2
+            if run.left() < ring.LEAST_SECONDS:
+                run.samples["largest micro-batch"]["failed"] = {name: ring.NOT_REACHED}
+                return
             try:
                 ring.in_a_process(
-                    lambda name=name, size=size: train_one_step(run, job, name, size),
-                    run.folder / f"fit-{name}-{size}",
-                    120,
+                    lambda name=name, size=sizes[middle - 1]: train_two_steps(run, job, name, size),
+                    run.folder / f"fit-{name}-{sizes[middle - 1]}",
+                    min(120, run.left()),
                 )  # type: ignore[misc]
+                fit = middle
             except RuntimeError:
-                break
-            reached[name] = float(size)
+                rest = middle - 1
+        if fit:
+            reached[name] = float(sizes[fit - 1])
     if len(reached) == 2:
         run.figures.append(figure("G1", "GPT-2 shape, largest micro-batch tried that trains", "Trainer", ours=[reached["ours"]],
                                   theirs=[reached["Trainer"]], unit="rows", goal=Goal(at_least=2.0), higher_is_better=True))  # fmt: skip
-    run.samples["largest micro-batch"] = {"tried": run.sizes.micro_batches, "reached": reached}
 
 
-def train_one_step(run: Run, job: Job, name: str, size: int) -> bool:
-    """True after a step of this many rows; whatever is raised instead means that they do not fit."""
+def train_two_steps(run: Run, job: Job, name: str, size: int) -> bool:
+    """True after two steps of this many rows, the second beside the optimizer's state; whatever is raised means that they do not fit."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    taken = []
+
     def leave(*_: Any) -> None:
-        raise ring.Done
+        taken.append(1)
+        if len(taken) == 2:
+            raise ring.Done
 
     large = Job(job.name, job.folder, job.model, job.length, size, job.vocab_size, job.num_steps)
     register_optimizer_step_post_hook(leave)
@@ -364,84 +509,112 @@ def train_one_step(run: Run, job: Job, name: str, size: int) -> bool:
 
 
 def llama_race(run: Run) -> None:
-    """G2: the shape of Llama-3.2-1B; few at a time, because all stay on the device."""
-    for shape, goal in zip(run.sizes.llamas, (0.57, 0.58), strict=False):
-        llama_at(run, shape, goal)
+    """G2: the shape of Llama-3.2-1B; two at a time, because all stay on the device. What says most comes first."""
+    shapes = run.sizes.llamas
+    if run.together == 1:
+        shapes = tuple(replace(shape, batch_size=max(1, shape.batch_size // 2)) for shape in shapes)
+    jobs: dict[int, Job] = {}
+    for peer in (REFERENCE, "ours again", "Trainer, tuned", "Lightning, tuned", "ours, fp8"):
+        for shape, goal in zip(shapes, (0.57, 0.58), strict=False):
+            if peer == "ours again" and shape is not shapes[0]:
+                continue
+            if run.left() < ring.LEAST_SECONDS:
+                late = run.samples.setdefault("llama", {"failed": {}})["failed"]
+                late[f"{peer} at {shape.length}"] = ring.NOT_REACHED
+            else:
+                llama_beside(run, jobs, peer, shape, goal)
 
 
-def llama_at(run: Run, shape: Shape, goal: float) -> None:
+def llama_beside(run: Run, jobs: dict[int, Job], peer: str, shape: Shape, goal: float) -> None:
+    """Ours and one other: ours must agree with the hand-written loop, and the others then with ours."""
     sizes, name = run.sizes, f"llama {shape.length}"
     bf16, compiled = "training.mixed_precision=bf16", {"ACCELERATE_DYNAMO_BACKEND": sizes.backend}
-    job = run.job(name, shape, ring.CHECKED_STEPS + (sizes.llama_steps + sizes.warm_up) * (sizes.llama_rounds + 1) + 3)
-    ours: dict[str, Callable[[], None]] = {"ours": lambda: contenders.ours(job, bf16)}
-    groups: dict[str, dict[str, Callable[[], None]]] = {
-        name: ours
-        | {
-            REFERENCE: lambda: contenders.bare(job, precision="bf16", compiled=sizes.backend),
-            "ours again": lambda: contenders.ours(job, bf16),
-        },
-        f"{name}, Trainer": ours
-        | {"Trainer, tuned": lambda: contenders.trainer(job, precision="bf16", compiled=sizes.backend)},
+    if shape.length not in jobs:
+        num_steps = ring.CHECKED_STEPS + (sizes.llama_steps + sizes.warm_up) * (sizes.llama_rounds + 1) + 3
+        jobs[shape.length] = run.job(name, shape, num_steps)
+    job = jobs[shape.length]
+    needs = {"Lightning, tuned": "lightning", "ours, fp8": "torchao"}.get(peer)
+    if needs and not contenders._has(needs):
+        run.races[name].setdefault("absent", {})[peer] = f"{needs} is not installed"
+        return
+    runs: dict[str, Callable[[], None]] = {
+        REFERENCE: lambda: contenders.bare(job, precision="bf16", compiled=sizes.backend),
+        "ours again": lambda: contenders.ours(job, bf16),
+        "Trainer, tuned": lambda: contenders.trainer(job, precision="bf16", compiled=sizes.backend),
+        "Lightning, tuned": lambda: contenders.lightning(job, precision="bf16", compiled=sizes.backend),
+        "ours, fp8": lambda: contenders.ours(job, "training.mixed_precision=fp8"),
     }
-    if contenders._has("lightning"):
-        groups[f"{name}, Lightning"] = ours | {
-            "Lightning, tuned": lambda: contenders.lightning(job, precision="bf16", compiled=sizes.backend)
-        }
+    is_first = peer == REFERENCE
+    race = run.race(
+        name if is_first else f"{name}, {peer}", job, {"ours": lambda: contenders.ours(job, bf16), peer: runs[peer]},
+        sizes.llama_steps, sizes.llama_rounds, control=peer == "ours again", reference=REFERENCE if is_first else "ours",
+        environments=dict.fromkeys(("ours", "ours again", "ours, fp8"), compiled), tolerances={"ours, fp8": 0.2},
+    )  # fmt: skip
     goals = {
         REFERENCE: Goal(at_least=1.0),
         "Trainer, tuned": Goal(at_least=1.05),
         "Lightning, tuned": Goal(at_least=1.10),
     }
-    for group, runs in groups.items():
-        is_first = group == name  # in which ours agrees with the hand-written loop, and the others then with ours
-        race = run.race(group, job, runs, sizes.llama_steps, sizes.llama_rounds, control=is_first,
-                        environments=dict.fromkeys(("ours", "ours again"), compiled), reference=REFERENCE if is_first else "ours")  # fmt: skip
-        run.add_speeds("G2", f"Llama 1B shape at {shape.length}", race, shape, goals)
-        if is_first:
-            run.add_mfu("G2", f"Llama 1B shape at {shape.length}", race, shape, goal)
-    shutil.rmtree(job.folder, ignore_errors=True)  # gigabytes
+    run.add_speeds("G2", f"Llama 1B shape at {shape.length}", race, shape, goals)
+    if is_first:
+        run.add_mfu("G2", f"Llama 1B shape at {shape.length}", race, shape, goal)
+    run.save()
 
 
 COMMANDS: dict[str, Callable[[Run], None]] = {"ceilings": ceilings, "gpt2": gpt2_race, "llama": llama_race}
 
 
-def command(name: str, sizes: Sizes, output: Path) -> Path:
-    """Run one of the three and put what it measured beside what the others did; returns the file of results."""
+def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) -> Path:
+    """Run one of the three and put what it measured beside what the others did; returns the file of results.
+
+    Args:
+        seconds: that it may take; what was not reached by then is listed.
+    """
     began = time.monotonic()
     for module in IMPORTED:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # absent, or DeepSpeed's complaint that CUDA's compiler is not there
             importlib.import_module(module)
+        if sys.modules["torch"].cuda.is_initialized():
+            raise RuntimeError(
+                f"{module} must not touch the GPU when it is imported: no process could be forked any more"
+            )
     folder = Path(tempfile.mkdtemp(prefix="acc-lm-bench-"))
     os.environ["ACC_LM_CACHE"] = str(folder / "cache")
     before = os.getloadavg()
-    run = Run(sizes, folder)
-    gpu = ring.in_a_process(report.machine, folder / "machine").get(
-        "gpu"
-    )  # not here: whoever knows the device cannot fork
+    run = Run(sizes, folder, deadline=began + seconds)
+    # Not in this process: whoever knows the device cannot fork.
+    header = ring.in_a_process(lambda: report.header("gpu"), folder / "machine")
+    gpu = header["machine"].get("gpu")
     if gpu:
-        run.clock = "gpu"
+        run.clock, run.memory_gb = "gpu", gpu["memory_gb"]
         peak = peak_of(gpu["name"], "bfloat16")
         run.peak = peak and peak.flops
-    failed: dict[str, str] = {}
+    failed: dict[str, str] = {name: "cut off: the process was ended from outside"}
+
+    def save() -> Path:
+        took = time.monotonic() - began
+        result = {
+            **header, "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": sizes == Sizes() and bool(gpu),
+            "load": {"before": before, "after": os.getloadavg()}, "seconds": took, "seconds_of": {name: took}, "figures": run.figures,
+            "races": run.races, "samples": run.samples,
+        }  # fmt: skip
+        return report.write(beside_others(result, name, output), output)
+
+    run.save = save
     try:
         COMMANDS[name](run)
+        failed.clear()
     except Exception as error:
         failed[name] = f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = time.monotonic() - began
-    result = {
-        **report.header("gpu"), "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": sizes == Sizes() and bool(gpu),
-        "load": {"before": before, "after": os.getloadavg()}, "seconds": seconds, "seconds_of": {name: seconds}, "figures": run.figures,
-        "races": run.races, "samples": run.samples,
-    }  # fmt: skip
-    file = report.write(beside_others(result, name, output), output)
+    file = save()
     if run.void:
         print("VOID: " + "; ".join(run.void))
     if failed:
         print(f"{name} failed: {failed[name]}")
     met = [row for row in run.figures if row["met"] is not None]
-    print(f"{file}: {name}, {sum(row['met'] for row in met)} of {len(met)} goals met, {seconds:.0f} s")
+    print(f"{file}: {name}, {sum(row['met'] for row in met)} of {len(met)} goals met, {time.monotonic() - began:.0f} s")
     return file
 
 
@@ -470,9 +643,15 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, anywhere, to try whether everything runs")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=540,
+        help="that it may take; what is not reached by then is listed (default: 540)",
+    )
     parser.add_argument("--page", type=Path, help="docs/benchmarks.md, made from what was measured")
     chosen = parser.parse_args()
-    command(chosen.command, TOY if chosen.toy else Sizes(), chosen.output)
+    command(chosen.command, TOY if chosen.toy else Sizes(), chosen.output, chosen.seconds)
     if chosen.page:
         report.write_page(chosen.output, chosen.page)
 

@@ -10,6 +10,7 @@ Before anything is timed, losses and gradient norms of the first steps must agre
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import statistics
@@ -31,6 +32,9 @@ TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
 NOISE = {"cpu": 0.02, "gpu": 0.01}
 """How far ours may be from ours: more, and a run says nothing."""
 START_SECONDS = 300
+LEAST_SECONDS = 45
+"""A contender that starts later than this before the end would not be timed."""
+NOT_REACHED = "not reached: the time of this command was up"
 RESAMPLES = 2000
 
 
@@ -73,7 +77,8 @@ class Gate:
             optimizer: torch.optim.Optimizer, *_: Any
         ) -> None:  # afterwards: Lightning goes backward inside of the step
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            parts = [torch.linalg.vector_norm(g.detach().double()) for g in gradients]
+            local = [getattr(g, "_local_tensor", g).detach() for g in gradients]  # one process has all of a divided one
+            parts = [torch.linalg.vector_norm(g.double()) for g in local]
             self.norms.append(float(torch.linalg.vector_norm(torch.stack(parts))))
 
         torch.Tensor.backward = noted  # type: ignore[method-assign]
@@ -313,7 +318,7 @@ class Race:
 def race(
     contenders: dict[str, Callable[[], None]], folder: Path, *, steps: int, rounds: int, reference: str,
     tolerance: float, say: Callable[[str], None] = print, environments: dict[str, dict[str, str]] | None = None,
-    tolerances: dict[str, float] | None = None, together: int = 4, warm_up: int = 0,
+    tolerances: dict[str, float] | None = None, together: int = 4, warm_up: int = 0, deadline: float = math.inf,
 ) -> Race:  # fmt: skip
     """Let the contenders take turns, `rounds` times `steps` steps each.
 
@@ -323,7 +328,12 @@ def race(
         tolerances: of single contenders.
         together: so many start at the same time.
         warm_up: steps at the start of each turn that are not timed.
+        deadline: of `time.monotonic()`; then nobody starts any more and no round begins, and who was not timed is listed.
     """
+
+    def patience() -> float:
+        return min(START_SECONDS, max(1.0, deadline - time.monotonic()))
+
     workers: dict[str, Worker] = {}
     reports: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -331,7 +341,9 @@ def race(
     names = list(contenders)
     waiting: list[str] = []
     for name in [*names, *[None] * together]:  # type: ignore[list-item]
-        if name is not None:
+        if name is not None and time.monotonic() > deadline - LEAST_SECONDS:
+            failed[name] = NOT_REACHED
+        elif name is not None:
             began = time.perf_counter()
             place = folder / "".join(c if c.isalnum() else "-" for c in name)
             workers[name] = Worker(name, contenders[name], place, (environments or {}).get(name))
@@ -339,11 +351,11 @@ def race(
             waiting.append(name)
         if waiting and (name is None or len(waiting) >= together):
             first = waiting.pop(0)
-            reports[first] = workers[first].answer(START_SECONDS)
+            reports[first] = workers[first].answer(patience())
             started[first] = time.perf_counter() - started[first]
     expected = reports.get(reference, {})
     checks: dict[str, dict[str, float]] = {}
-    for name in names:
+    for name in reports:
         report = reports[name]
         why = report.get("failed")
         if why is None and "failed" not in expected:
@@ -366,18 +378,24 @@ def race(
             started,
         )
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    took = 0.0
     for round_ in range(-1, rounds):  # the first one warms up and does not count
+        began = time.monotonic()
+        if round_ > 0 and began + took > deadline:
+            say(f"  {round_} rounds of {rounds}: the time was up")
+            break
         order = list(workers)
         shift = round_ % max(len(order), 1)
         for name in order[shift:] + order[:shift]:
             workers[name].ask(steps, warm_up)
-            report = workers[name].answer(START_SECONDS)
+            report = workers[name].answer(max(patience(), LEAST_SECONDS))
             if "failed" in report:
                 failed[name] = report["failed"]
                 workers.pop(name).end()
                 samples.pop(name)
             elif round_ >= 0:
                 samples[name].append({k: v if k == "memory" else v / steps for k, v in report.items()})
+        took = time.monotonic() - began
     for worker in workers.values():
         worker.end()
     for name, why in failed.items():

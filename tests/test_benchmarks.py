@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT
+from processes import ROOT, run_everywhere
 
 from benchmarks import contenders, cpu, gpu, report, ring
 from benchmarks.contenders import Job
@@ -80,6 +83,61 @@ def test_who_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, t
     assert len(lines) == 3
 
 
+def test_when_the_time_is_up_nobody_starts_and_no_round_begins_and_what_there_is_counts(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = {"tuned": lambda: contenders.bare(job)}
+    late = race(job, tmp_path / "late", tuned, deadline=time.monotonic() + ring.LEAST_SECONDS - 1)
+    assert late.samples == {}
+    assert late.failed["bare loop"] == ring.NOT_REACHED
+
+    class Clock:  # each look at it takes a second
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += 1
+            return self.now
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(time, name)
+
+    monkeypatch.setattr(ring, "time", Clock())
+    lines: list[str] = []
+    found = ring.race({"bare loop": lambda: contenders.bare(job), **tuned}, tmp_path / "cut", steps=1, rounds=30, reference="bare loop",
+                      tolerance=1e-4, deadline=80.0, say=lines.append)  # fmt: skip
+    assert found.failed == {}
+    counts = {len(samples) for samples in found.samples.values()}
+    assert len(counts) == 1
+    assert 1 <= counts.pop() < 30
+    assert lines[0].endswith("rounds of 30: the time was up")
+
+
+def test_a_command_of_the_gpu_suite_without_time_says_what_it_did_not_reach(tmp_path: Path) -> None:
+    file = gpu.command("llama", gpu.TOY, tmp_path, seconds=0)
+    result = json.loads(file.read_text())
+    assert result["figures"] == []
+    assert result["samples"]["llama"]["failed"]["bare loop at 8"] == ring.NOT_REACHED
+    report.write_page(tmp_path, tmp_path / "page.md")
+    assert f"bare loop at 8 (llama, failed): {ring.NOT_REACHED}" in (tmp_path / "page.md").read_text()
+
+
+def test_every_technique_that_a_rung_adds_can_be_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`without` and the ladder know the same ones, and what is taken away is really gone."""
+    import gc
+
+    from acc_lm import losses, rows, step
+
+    kept = gc.freeze, losses.padded_vocabulary, rows.build_loader, step.to_device
+
+    def run() -> list[bool]:
+        contenders.without("vocabulary", "transfer")
+        now = gc.freeze, losses.padded_vocabulary, rows.build_loader, step.to_device
+        return [mine is not its for mine, its in zip(kept, now, strict=True)]
+
+    assert run_everywhere(run)[0] == [True] * 4
+    assert math.prod(len(name) > 0 for name in gpu.LADDER)
+
+
 def test_ours_is_train_py_itself_with_the_batches_of_all(job: Job, tmp_path: Path) -> None:
     found = race(job, tmp_path, {"ours": lambda: contenders.ours(job), "bf16": lambda: contenders.ours(job, "training.mixed_precision=bf16")},
                  tolerances={"bf16": ring.TOLERANCE["bf16"]})  # fmt: skip
@@ -148,6 +206,8 @@ def test_the_page_is_made_from_the_results_that_are_committed(tmp_path: Path) ->
 
 def test_the_three_commands_for_a_gpu_run_here_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BENCH_PEERS", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu.shutil, "rmtree", lambda *_, **__: None)
     files = {gpu.command(name, gpu.TOY, tmp_path) for name in ("ceilings", "gpt2", "llama")}
     assert len(files) == 1, "all write into one file"
     result = json.loads(files.pop().read_text())
@@ -156,8 +216,26 @@ def test_the_three_commands_for_a_gpu_run_here_at_toy_size(tmp_path: Path, monke
     assert result["complete"] is False, "toy sizes are no measurement"
     assert {row["id"] for row in result["figures"]} == {"G0", "G1", "G2", "G3"}
     assert all(set(row) == ROW for row in result["figures"])
-    for name, expected in (("ladder", 6), ("gpt2", 7), ("llama 8", 3)):
+    logs = {log.parent.name: log.read_text() for log in tmp_path.glob("acc-lm-bench-*/ladder/ladder/*/output")}
+    for number, (name, adds) in enumerate(gpu.LADDER.items()):
+        log = logs["".join(c if c.isalnum() else "-" for c in name)]
+        assert ("strategy      fsdp2, 1 process" in log) == (adds == "sharded"), "it is what its name says"
+        assert ("attention: causal, no mask" in log) == (number >= 1)
+        assert ("loss: fused with the head" in log) == (number >= list(gpu.LADDER.values()).index("loss"))
+        compiled = {"compile": "as a whole", "sharded": "block by block"}.get(adds, "as a whole")
+        is_compiled = number >= list(gpu.LADDER.values()).index("compile")
+        assert (f"compiled by eager, {compiled}" in log) == is_compiled
+        assert "bfloat16" in log
+    assert len(logs) == len(gpu.LADDER)
+    for name, expected in (
+        ("ladder", 10),
+        ("gpt2", 7),
+        ("llama 8", 2),
+        ("llama 8, ours again", 2),
+        ("llama 8, Trainer, tuned", 2),
+    ):
         others = {"Lightning, tuned"} & set(result["races"][name]["samples"])
+        assert {"pinned" in name for name in result["races"]["ladder"]["samples"]} == {True, False}
         assert result["races"][name]["failed"] == {}
         assert len(result["races"][name]["samples"]) == expected + len(others)
     assert result["samples"]["largest micro-batch"]["reached"] == {"ours": 2.0, "Trainer": 2.0}

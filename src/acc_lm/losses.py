@@ -89,20 +89,25 @@ class _SummedLoss(torch.autograd.Function):
         nll = torch.zeros((), dtype=exact, device=hidden_NH.device)
         num_positions = hidden_NH.shape[0]
         positions = chunk_positions(num_positions, size + added, hidden_NH.device)
-        # Two buffers for all chunks: what each of them would free, glibc may keep.
-        shape = (min(positions, num_positions), size + added)
-        logits, log_p = hidden_NH.new_empty(shape), hidden_NH.new_empty(shape, dtype=exact)
+        logits, log_p = None, None
+        if hidden_NH.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Two buffers for all chunks: what each of them would free, glibc may keep. GPU and compiler have pools.
+            shape = (min(positions, num_positions), size + added)
+            logits, log_p = hidden_NH.new_empty(shape), hidden_NH.new_empty(shape, dtype=exact)
         for start in range(0, num_positions, positions):
             hidden_CH = hidden_NH[start : start + positions]
             targets_C1 = targets_N[start : start + positions, None]
             is_target_C1 = targets_C1 != IGNORE_INDEX
             index_C1 = targets_C1.clamp(min=0)
-            logits_CW = torch.mm(hidden_CH, weight_WH.t(), out=logits[: len(hidden_CH)])
+            logits_CW = torch.mm(hidden_CH, weight_WH.t(), out=None if logits is None else logits[: len(hidden_CH)])
             if bias_W is not None:
                 logits_CW = logits_CW + bias_W
             elif added:
-                logits_CW[:, size:] = -torch.inf
-            log_p_CW = torch.log_softmax(logits_CW, dim=-1, dtype=exact, out=log_p[: len(hidden_CH)])
+                logits_CW[:, size:].fill_(-torch.inf)
+            log_p_CW = torch.log_softmax(
+                logits_CW, dim=-1, dtype=exact, out=None if log_p is None else log_p[: len(hidden_CH)]
+            )
+            del logits_CW
             nll -= (log_p_CW.gather(1, index_C1) * is_target_C1).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue

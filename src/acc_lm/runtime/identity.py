@@ -284,6 +284,10 @@ def _notes(
         and torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         notes.append("fp32 on a GPU that can do bf16: training.mixed_precision=bf16 is several times faster")
+    compiler = accelerator.state.dynamo_plugin
+    if compiler.backend.value.lower() != "no":
+        how = "block by block" if compiler.use_regional_compilation else "as a whole"
+        notes.append(f"compiled by {compiler.backend.value.lower()}, {how}")
     hook = config.distributed.comm_hook
     if strategy == "ddp" and "power_sgd" in hook:
         notes.append(f"{hook} keeps state that no checkpoint has: a resumed run is not bit-identical")
