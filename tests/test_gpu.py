@@ -195,24 +195,24 @@ def test_a_compiled_model_uses_cudnns_attention_too() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_the_loss_of_a_gpu_is_the_exact_one(dtype: torch.dtype, bound: float, is_compiled: bool) -> None:
-    """With GPT-2's 50257 ids, which are computed as 50304, in two chunks."""
+    """With GPT-2's 50257 ids, which are computed as 50304, in two chunks; beside plain logits in float64."""
 
     def run() -> list[float]:
         torch.manual_seed(0)
-        hidden, weight = torch.randn(6000, 16), torch.randn(50257, 16)
-        targets = torch.randint(0, 50257, (6000,))
+        hidden, weight = (torch.randn(size, 16, device="cuda") for size in (6000, 50257))
+        targets = torch.randint(0, 50257, (6000,), device="cuda")
         targets[::7] = -100
-        results = []
-        for device, kind in (("cpu", torch.float64), ("cuda", torch.float32)):
-            leaves = [tensor.to(device, kind).requires_grad_() for tensor in (hidden, weight)]
-            loss_of = torch.compile(summed_loss) if is_compiled and device == "cuda" else summed_loss
-            with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda" and dtype == torch.bfloat16):
-                loss = loss_of(leaves[0], leaves[1], None, targets.to(device))
-            results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-        exact, got = results
-        return [float((g.cpu().double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
+        leaves = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+        loss = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].t(), targets, reduction="sum")
+        exact = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        leaves = [tensor.requires_grad_() for tensor in (hidden, weight)]
+        loss_of = torch.compile(summed_loss) if is_compiled else summed_loss
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = loss_of(leaves[0], leaves[1], None, targets)
+        got = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+        return [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
 
     off = run_everywhere(run)[0]
     print(f"{dtype}: {off}")
