@@ -57,6 +57,63 @@ def furthest(one: Curve, other: Curve) -> float:
     )
 
 
+# --- one by one ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("technique", ["attention", "loss", "update", "transfer"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_without_one_technique_it_learns_the_same(name: str, technique: str) -> None:
+    """Taken away as the ladder of `python -m benchmarks.gpu ceilings` takes it away."""
+    from benchmarks import contenders
+
+    scenario = Scenario(name, steps=3)
+
+    def run() -> tuple[Curve, str]:
+        import acc_lm.model
+
+        contenders.without(technique)
+        found: list[Any] = []
+        install, fuse = acc_lm.model.install_loss, torch.optim.AdamW.__init__
+        acc_lm.model.install_loss = lambda model: found.append(install(model)) or found[-1]
+
+        def seen(self: Any, *arguments: Any, **keywords: Any) -> None:
+            fuse(self, *arguments, **keywords)
+            found.append(bool(self.defaults["fused"]))
+
+        torch.optim.AdamW.__init__ = seen  # type: ignore[method-assign]
+        return train_curve(scenario), f"{found[0]}, {found[1]}"
+
+    def plain() -> Curve:
+        return train_curve(scenario)
+
+    (without, what), usual = run_everywhere(run)[0], run_everywhere(plain)[0]
+    assert what.startswith("fused") == (technique != "loss"), what
+    assert what.endswith("True") == (technique != "update"), what
+    off = furthest(without, usual)
+    print(f"{name} without {technique}: {off:.1e}")
+    assert without.start == usual.start
+    assert off <= 2e-6
+
+
+def test_the_activation_in_one_operation_is_the_same() -> None:
+    from transformers.activations import ACT2FN
+
+    values = torch.linspace(-12, 12, 100_001, dtype=torch.float64, requires_grad=True)
+    one, eight = (ACT2FN[name](values) for name in ("gelu_pytorch_tanh", "gelu_new"))
+    slopes = [torch.autograd.grad(made.sum(), values)[0] for made in (one, eight)]
+    assert (one - eight).abs().max() <= 1e-14
+    assert (slopes[0] - slopes[1]).abs().max() <= 1e-13
+
+
+def test_gradients_that_are_views_of_their_buckets_are_the_same() -> None:
+    views, copies = (
+        curves("ddp", 2, Scenario("llama", steps=3, overrides=(f"distributed.gradient_as_bucket_view={choice}",)))
+        for choice in ("true", "false")
+    )
+    assert views.metrics == copies.metrics
+    assert views.end == copies.end
+
+
 # --- vocabulary ----------------------------------------------------------------------------------------------------
 
 
