@@ -223,7 +223,7 @@ REGIONS = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
     ("config", "regions"),
     [
         pytest.param("single", {}, id="whole"),
-        pytest.param("single", REGIONS, id="regions"),
+        pytest.param("single", REGIONS, id="regions", marks=pytest.mark.slow),
         pytest.param("fsdp2", REGIONS, id="fsdp2 regions"),
         pytest.param("ddp", {}, id="ddp", marks=pytest.mark.slow),
         pytest.param("deepspeed_zero2", {}, id="deepspeed_zero2", marks=pytest.mark.slow),
