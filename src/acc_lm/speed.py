@@ -57,7 +57,6 @@ class Speed:
         self._model = model
 
     def __enter__(self) -> Speed:
-        self._memory.note("before first step")
         self._memory.watch_first_step(self._model)
         self.begin_step()
         return self

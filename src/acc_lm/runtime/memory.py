@@ -47,6 +47,7 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.phases: dict[str, float] = {}
+        self._between = "before first step"
 
     @property
     def peak_gb(self) -> float:
@@ -61,15 +62,15 @@ class Memory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase between steps."""
-        self.note("later steps")
+        """A phase of its own, between what was before it and what comes after it."""
+        self.note(self._between)
         try:
             yield
         finally:
             self.note(name)
 
     def watch_first_step(self, model: nn.Module) -> None:
-        """The next forward, and the backward up to the update; what is noted then is the update's."""
+        """The next forward, and the backward up to the update; what is noted then is the update's, or of later steps."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def forward_ends(*_: Any) -> None:
@@ -80,6 +81,8 @@ class Memory:
             update.remove()
             self.note("first backward")
 
+        self.note(self._between)
+        self._between = "later steps"
         forward = model.register_forward_hook(forward_ends)
         update = register_optimizer_step_pre_hook(update_begins)
 
