@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from backends import STRATEGY, Curve, Scenario, run_backend, train_curve
 from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import assert_equal_runs, wait_for, with_dropout
+from torch._dynamo.utils import counters
 
 from acc_lm.cli.parity import TOLERANCE, largest_differences
 
@@ -35,12 +37,17 @@ def environment_of(config: str, num_processes: int, backend: str, what: str) -> 
 
 def compiled(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
     """What was really compiled, and whether that shows in the names of the parameters."""
-    from torch._dynamo.utils import counters
-
     from acc_lm.runtime import whole_shapes
 
     return {"graphs": counters["stats"]["unique_graphs"], "backend": accelerator.state.dynamo_plugin.backend.value,
             "names": sorted(whole_shapes(model))}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """The processes inherit what other tests have compiled and counted."""
+    torch._dynamo.reset()
+    counters.clear()
 
 
 @cache
