@@ -1,6 +1,6 @@
 """Quality per token: AdamW and Muon on the same rows, each at several learning rates; a table of docs/performance.md.
 
-    python benchmarks/optimizers.py [docs/performance.md]      # under five minutes on one core
+    python benchmarks/optimizers.py [docs/performance.md]      # eleven short runs on one core
 
 Every run sees the same tokens in the same order, from the same weights. The rate that is best for an optimizer is run
 again with other seeds, which change weights and order: a difference within their spread is none.
