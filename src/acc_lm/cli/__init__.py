@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from acc_lm.errors import ConfigError, UserError, print_problems
+from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,6 +110,30 @@ def main(arguments: list[str] | None = None) -> int:
     parity.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON beside it")
     parity.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
+    scaling = verbs.add_parser(
+        "scaling",
+        usage="acc-lm scaling [--config RECIPE] [--config_file FILE] [--processes 1,2,4] [--steps N] [--output FILE] [section.key=value ...]",
+        help="weak and strong scaling: time and communicated bytes over the number of processes, table and picture",
+    )
+    scaling.add_argument(
+        "--config", type=Path, default=Path("recipes/quickstart.yaml"), metavar="RECIPE", help="default: quickstart"
+    )
+    scaling.add_argument(
+        "--config_file", type=Path, metavar="FILE", help="Accelerate config (default: accelerate_configs/ddp.yaml)"
+    )
+    scaling.add_argument(
+        "--processes", default="1,2", metavar="N,...", help="numbers of processes; one is plain Python (default 1,2)"
+    )
+    scaling.add_argument("--steps", type=int, default=30, metavar="N", help="optimizer steps of a launch (default 30)")
+    scaling.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/scaling/scaling.md"),
+        metavar="FILE",
+        help="Markdown; scaling.json and scaling.png are put beside it (default: runs/scaling/scaling.md)",
+    )
+    scaling.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+
     doctor = verbs.add_parser(
         "doctor", help="what this machine has, and whether an Accelerate config can run on it (exit code 4 if not)"
     )
@@ -151,7 +175,11 @@ def main(arguments: list[str] | None = None) -> int:
     keep.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
 
     known, strange = parser.parse_known_args(arguments)
-    if known.verb == "evaluate":  # whose overrides may stand before, between and behind the options
+    if known.verb in (
+        "evaluate",
+        "scaling",
+        "bench-comm",
+    ):  # whose overrides may stand before, between and behind the options
         known.overrides += [word for word in strange if not word.startswith("-")]
         strange = [word for word in strange if word.startswith("-")]
     if strange:
@@ -163,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
             "export": _export,
             "recipe": _recipe,
             "parity": _parity,
+            "scaling": _scaling,
             "checkpoint": _checkpoint,
             "doctor": _doctor,
             "keep-going": _keep_going,
@@ -171,6 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`: who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except UserError as error:
         print_problems(error)
         return error.exit_code
@@ -327,3 +359,14 @@ def _parity(known: argparse.Namespace) -> int:
         )
     cases = [case for case in known.cases.split(",") if case]
     return parity(known.config, known.overrides, cases, known.steps, root, known.output)
+
+
+def _scaling(known: argparse.Namespace) -> int:
+    from acc_lm.cli.launching import signals_end_it
+    from acc_lm.cli.scaling import LEAST_STEPS, read_counts, scaling
+
+    if known.steps < LEAST_STEPS:
+        raise ConfigError(f"--steps must be at least {LEAST_STEPS}, got {known.steps}; change it")
+    counts = read_counts(known.processes)
+    with signals_end_it():
+        return scaling(known.config, known.overrides, known.config_file, counts, known.steps, known.output)

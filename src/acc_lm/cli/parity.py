@@ -6,9 +6,7 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm import history
+from acc_lm.cli.launching import launch
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError
 from acc_lm.recipe import load_config
@@ -128,7 +127,7 @@ def parity(
     """
     config = load_config(recipe, overrides)
     chosen, left_out = _cases(cases, root, config)
-    settings = [*overrides, *_short_run(config, steps)]
+    settings = [*overrides, *short_run(config, steps)]
     tolerance = tolerance_of(config)
     print(f"{recipe}: {steps} steps, {len(chosen)} launches; tolerance {_list(tolerance)}", flush=True)
     names = " ".join(f"{name.split('/')[1]:>8.8}" for name in COMPARED)
@@ -199,7 +198,7 @@ def _default_cases() -> Sequence[str]:
     return [name for name in CPU_CASES if int(name.partition(":")[2]) <= count and not name.startswith("multi_node")]
 
 
-def _short_run(config: Config, steps: int) -> list[str]:
+def short_run(config: Config, steps: int) -> list[str]:
     """Overrides that shorten the recipe without changing what a step is."""
     warmup = min(config.schedule.warmup_steps, steps // 5)
     micro = config.training.micro_batch_size
@@ -222,7 +221,9 @@ def _run(
     output_dir = folder / case.name.replace(" ", "-")
     script = [str(root / "train.py"), "--config", str(recipe), *settings, f"output_dir={output_dir}"]
     started = time.monotonic()
-    problem = _launch(case, script, folder)
+    problem = launch(
+        script, case.file, case.num_processes, folder / "output", LAUNCH_SECONDS, num_machines=case.num_machines
+    )
     seconds = time.monotonic() - started
     if problem is not None:
         return Row(case.name, "", "", {}, False, 0.0, seconds, problem), None
@@ -243,49 +244,6 @@ def _run(
         problem,
     )
     return row, (metrics, summary["ledger"])
-
-
-def _launch(case: Case, script: list[str], folder: Path) -> str | None:
-    """Start the case's processes as a user would; returns what went wrong."""
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    commands = [[sys.executable, *script]]
-    if case.file is not None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(case.file),
-            "--num_processes",
-            str(case.num_processes),
-        ]
-        launcher += ["--main_process_port", str(port)]
-        if case.num_machines > 1:
-            launcher += ["--num_machines", str(case.num_machines), "--main_process_ip", "127.0.0.1"]
-        commands = [
-            [*launcher, *(["--machine_rank", str(rank)] if case.num_machines > 1 else []), *script]
-            for rank in range(case.num_machines)
-        ]
-    outputs = [folder / f"output-{rank}" for rank in range(len(commands))]
-    running = [
-        subprocess.Popen(command, stdout=file.open("w"), stderr=subprocess.STDOUT, env=environment)
-        for command, file in zip(commands, outputs, strict=True)
-    ]
-    try:
-        codes = [process.wait(LAUNCH_SECONDS) for process in running]
-    except subprocess.TimeoutExpired:
-        return f"still running after {LAUNCH_SECONDS} s"
-    finally:
-        for process in running:
-            process.kill()
-    if not any(codes):
-        return None
-    text = outputs[0].read_text(errors="replace")
-    lines = [line for line in text.splitlines() if line.startswith("error: ")] or text.strip().splitlines()[-1:]
-    return lines[0] if lines else f"exit codes {codes}"
 
 
 # --- the table -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
     identity      what really runs, read from the live objects
     peers         the other processes: whether they run the same, which of them died or hangs
     pace          how long they wait for data and for each other, and which of them holds up the others
+    traffic       what a step communicates, counted
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
     doctor        what this machine has, and whether a config can run on it
     memory        what was used, whether a micro-batch fits, what to do when there is not enough

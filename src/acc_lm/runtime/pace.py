@@ -14,6 +14,7 @@ from torch import nn
 
 from acc_lm.rows import Batch
 from acc_lm.runtime.strategy import asked_strategy
+from acc_lm.runtime.traffic import CountedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +69,7 @@ class Pace:
         self._steps: list[Marks] = []
         self._slow, self._times, self._told = -1, 0, -1
         self._meets_in_forward = asked_strategy() in ("fsdp2", "hsdp", "deepspeed_zero3")
+        self._counted = CountedStep.asked()
         if accelerator.num_processes > 1:
             inner = getattr(model, "module", model)  # DDP first copies the main process's buffers
             # Before the engine's own, in which the processes may meet.
@@ -76,6 +78,8 @@ class Pace:
             inner.register_forward_hook(lambda module, inputs, output: self._mark("forward", "forward_end"))
 
     def start_step(self) -> None:
+        if self._counted is not None:
+            self._counted.start_step()
         self._steps.append(Marks(self._now()))
 
     def reading(self, loader: Iterable[Batch], span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Batch]:

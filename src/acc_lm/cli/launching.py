@@ -1,0 +1,171 @@
+"""Real launches, one after the other: what a user would type, its output in a file, and nothing left running behind it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from acc_lm.errors import ConfigError
+
+PR_SET_PDEATHSIG = 1
+
+
+def launch(
+    program: Sequence[str],
+    config_file: Path | None,
+    num_processes: int,
+    log: Path,
+    seconds: float,
+    *,
+    num_machines: int = 1,
+    environment: Mapping[str, str] | None = None,
+    shows_output: bool = False,
+) -> str | None:
+    """Run a program on so many processes and wait for its end; returns what went wrong.
+
+    Args:
+        program: path of a script, or -m and a module, with its arguments.
+        config_file: of Accelerate; None: plain Python, one process.
+        log: what they print; of each further machine, in a file beside it.
+        seconds: after which they are ended.
+        num_machines: as many launchers, all of them here.
+        shows_output: what goes to stdout is passed on, and only the rest stands in the log.
+    """
+    commands = [[sys.executable, *program]]
+    if config_file is not None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher = [
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file),
+            "--num_processes", str(num_processes), "--main_process_port", str(port),
+        ]  # fmt: skip
+        machines: list[list[str]] = [[]]
+        if num_machines > 1:
+            launcher += ["--num_machines", str(num_machines), "--main_process_ip", "127.0.0.1"]
+            machines = [["--machine_rank", str(rank)] for rank in range(num_machines)]
+        commands = [[*launcher, *machine, *program] for machine in machines]
+    logs = [log, *(log.with_name(f"{log.name}-{rank}") for rank in range(1, len(commands)))]
+    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, file in zip(commands, logs, strict=True):
+            with file.open("wb") as output:
+                running.append(_start(command, output, None if shows_output else output, variables))
+        codes = [process.wait(seconds) for process in running]
+    except subprocess.TimeoutExpired:
+        return f"still running after {seconds:g} s"
+    finally:
+        for process in running:
+            _end(process)
+    return None if not any(codes) else _what_it_says(log, codes)
+
+
+def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that a Ctrl-C comes to us alone; it does not outlive us."""
+    before = None
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+
+        def before() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, env=variables, start_new_session=True, preexec_fn=before
+    )  # fmt: skip
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it started."""
+    import psutil
+
+    if process.poll() is not None:
+        return
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+
+
+def _what_it_says(log: Path, codes: list[int]) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    ours = [line for line in lines if line.startswith("error: ")]
+    theirs = [line for line in lines if "Error: " in line] or lines  # behind a traceback a launcher prints its own
+    return (ours[:1] or theirs[-1:] or [f"exit codes {codes}"])[0]
+
+
+@contextmanager
+def signals_end_it() -> Iterator[None]:
+    """A SIGTERM is like a Ctrl-C: what was started is ended first."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def num_accelerators() -> int:
+    """GPUs that launches from here would use."""
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on"):
+        return 0
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def check_num_processes(count: int, key: str) -> None:
+    """Refuse more processes than GPUs where there are any; CPU processes share cores, and the tables say so.
+
+    Raises:
+        ConfigError: too many.
+    """
+    present = num_accelerators()
+    if 0 < present < count:
+        raise ConfigError(
+            f"{key} must be at most {present}, one for each GPU here, got {count}; lower it, or set ACCELERATE_USE_CPU=true to "
+            "rehearse on the CPU"
+        )
+
+
+def project_folder(verb: str) -> Path:
+    """The folder with `train.py`, `recipes/` and `accelerate_configs/`, which must be the current one.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    root = Path.cwd()
+    if not (root / "train.py").is_file():
+        raise ConfigError(
+            f"acc-lm {verb} must be started beside train.py, got {root}; change into the project's folder"
+        )
+    return root
+
+
+def shared_cores(counts: Sequence[int]) -> list[str]:
+    """A sentence for each number of processes that has not a device for each of them."""
+    cores = os.cpu_count() or 1
+    if num_accelerators():
+        return []
+    return [
+        f"{count} processes share {cores} cores: the curve shows that, and not only what they communicate"
+        for count in counts
+        if count > cores
+    ]
