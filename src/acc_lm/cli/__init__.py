@@ -134,6 +134,34 @@ def main(arguments: list[str] | None = None) -> int:
     )
     scaling.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
+    comm = verbs.add_parser(
+        "bench-comm",
+        usage="acc-lm bench-comm [--config RECIPE] [--processes N] [--sizes SIZE,...] [--parts NAME,...] [--output FILE] [section.key=value ...]",
+        help="bandwidth of the processes here by size; buckets, hooks, accumulation: time, bytes and error of a step",
+    )
+    comm.add_argument(
+        "--config", type=Path, metavar="RECIPE", help="whose model is taken (default: one with 45 MB of gradients)"
+    )
+    comm.add_argument("--processes", type=int, metavar="N", help="default: one for each GPU, else 2")
+    comm.add_argument(
+        "--sizes",
+        metavar="SIZE,...",
+        help="of the tensors, such as 4KiB,1MiB (default: 4 KiB to 16 MiB, on GPUs to 256 MiB)",
+    )
+    comm.add_argument(
+        "--parts", default="", metavar="NAME,...",
+        help="of collectives, buckets, memory, hooks, accumulation, data-parallel (default: all)",
+    )  # fmt: skip
+    comm.add_argument("--repeats", type=int, default=10, metavar="N", help="timed steps of each row (default 10)")
+    comm.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/bench-comm/bench-comm.md"),
+        metavar="FILE",
+        help="Markdown; bench-comm.json is put beside it (default: runs/bench-comm/bench-comm.md)",
+    )
+    comm.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+
     doctor = verbs.add_parser(
         "doctor", help="what this machine has, and whether an Accelerate config can run on it (exit code 4 if not)"
     )
@@ -192,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
             "recipe": _recipe,
             "parity": _parity,
             "scaling": _scaling,
+            "bench-comm": _bench_comm,
             "checkpoint": _checkpoint,
             "doctor": _doctor,
             "keep-going": _keep_going,
@@ -370,3 +399,21 @@ def _scaling(known: argparse.Namespace) -> int:
     counts = read_counts(known.processes)
     with signals_end_it():
         return scaling(known.config, known.overrides, known.config_file, counts, known.steps, known.output)
+
+
+def _bench_comm(known: argparse.Namespace) -> int:
+    from acc_lm.cli.bench_comm import bench_comm, read_parts
+    from acc_lm.cli.launching import signals_end_it
+
+    if known.repeats < 1:
+        raise ConfigError(f"--repeats must be at least 1, got {known.repeats}; change it")
+    with signals_end_it():
+        return bench_comm(
+            known.config,
+            known.overrides,
+            known.processes,
+            known.sizes,
+            read_parts(known.parts),
+            known.repeats,
+            known.output,
+        )

@@ -13,6 +13,7 @@
     peers         the other processes: whether they run the same, which of them died or hangs
     pace          how long they wait for data and for each other, and which of them holds up the others
     traffic       what a step communicates, counted
+    communication what the processes can exchange, measured
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
     doctor        what this machine has, and whether a config can run on it
     memory        what was used, whether a micro-batch fits, what to do when there is not enough
@@ -21,8 +22,19 @@
 Everything else sees an `Accelerator` that is what the launch asked for, or an error that says why it is not.
 """
 
+from acc_lm.runtime.communication import (
+    BUCKETED_CONFIGS,
+    COLLECTIVES,
+    bus_bandwidth,
+    data_parallel,
+    keep_gradients_home,
+    memory_held,
+    seconds_of_slowest,
+    time_collective,
+    wait_for,
+)
 from acc_lm.runtime.doctor import check_config, machine
-from acc_lm.runtime.ending import close, explain
+from acc_lm.runtime.ending import close, explain, forget
 from acc_lm.runtime.engines import (
     check_replicas,
     gather_objects,
@@ -50,8 +62,13 @@ from acc_lm.runtime.pieces import (
     start_state,
 )
 from acc_lm.runtime.strategy import bare_model
+from acc_lm.runtime.traffic import VARIABLE as COUNT_TRAFFIC
+from acc_lm.runtime.traffic import Traffic, received_over_tcp, summary
 
 __all__ = [
+    "BUCKETED_CONFIGS",
+    "COLLECTIVES",
+    "COUNT_TRAFFIC",
     "WEIGHT",
     "Gradients",
     "Identity",
@@ -59,29 +76,40 @@ __all__ = [
     "Pace",
     "Peers",
     "Piece",
+    "Traffic",
     "bare_model",
     "build_accelerator",
+    "bus_bandwidth",
     "check_config",
     "check_replicas",
     "close",
     "count_updates",
+    "data_parallel",
     "environment",
     "explain",
     "fit_micro_batch",
+    "forget",
     "full_precision",
     "gather_objects",
     "gather_tensor",
     "identify",
     "initialise_once",
+    "keep_gradients_home",
     "machine",
+    "memory_held",
     "on_main",
     "pieces_of",
     "prepare",
     "publish_weights",
     "quiet_libraries",
+    "received_over_tcp",
     "release_gathered",
+    "seconds_of_slowest",
     "split_global_batch",
     "start_state",
+    "summary",
+    "time_collective",
+    "wait_for",
     "warm_up",
     "whole_shapes",
 ]

@@ -23,6 +23,16 @@ def close(accelerator: Accelerator) -> None:
     accelerator.end_training()
 
 
+def forget(accelerator: Accelerator) -> None:
+    """Let this process build another Accelerator; the process group stays. Every process calls."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def explain(error: Exception, config: Config | None) -> UserError | None:
     """What broke beneath the code, if that is known: a disk, memory, or another process of the run."""
     if storage := storage_reason(error):

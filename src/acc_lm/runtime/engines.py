@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.errors import DivergedError, UserError
+from acc_lm.errors import DivergedError, MachineError, UserError
 from acc_lm.rows import Batch
 from acc_lm.runtime.deepspeed import partition
 from acc_lm.runtime.fp8 import check_layers
@@ -94,6 +94,8 @@ def prepare(
             check_layers(model)
         prepared = accelerator.prepare(model, optimizer)
         gc.collect()
+        if strategy == "ddp":
+            _refuse_buckets_that_mix(accelerator, prepared[0])
         return prepared[0], prepared[1]
     # DeepSpeed makes its fp32 master weights from 16-bit ones; they are replaced by what they should have been.
     originals: dict[str, Tensor] = {}
@@ -110,6 +112,22 @@ def prepare(
         publish_weights(engine)
     gc.collect()
     return engine, optimizer
+
+
+def _refuse_buckets_that_mix(accelerator: Accelerator, model: Any) -> None:
+    """On gloo PowerSGD sends from several threads: with more than one bucket the processes do it in different orders, and die or hang."""
+    if accelerator.device.type != "cpu" or "power_sgd" not in str(accelerator.ddp_handler.comm_hook):
+        return
+    # A bucket_cap_mb of 25 is torch's own default, and by default the first bucket is a small one.
+    cap = dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap  # type: ignore[attr-defined]
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    if size >= cap:
+        enough = size // 2**20 + 1
+        raise MachineError(
+            "distributed.bucket_cap_mb must put all gradients into one bucket when PowerSGD runs on CPU processes, where several get in "
+            f"each other's way, got a first bucket of {cap / 2**20:g} MiB for {size / 2**20:.1f} MiB; set "
+            f"distributed.bucket_cap_mb={enough + (enough == 25)}"
+        )
 
 
 def release_gathered(model: nn.Module) -> None:
