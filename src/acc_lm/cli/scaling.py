@@ -55,6 +55,7 @@ class Row:
     """Received in that step, by the system's count."""
     backend: str | None = None
     peak_memory_gb: float = 0.0
+    num_parameters: int = 0
     largest_difference: dict[str, float] | None = None
     """To the smallest number of processes, relative, over all steps; of strong scaling."""
     same_rows: bool | None = None
@@ -204,7 +205,13 @@ def _measure(
         return {"problem": f"{environment['num_processes']} processes ran instead of {case.num_processes}"}
     traffic = json.loads((folder / "traffic-0.json").read_text())
     shutil.rmtree(output_dir)
-    return {"metrics": metrics, "summary": summary, "strategy": environment["strategy"], "traffic": traffic}
+    return {
+        "metrics": metrics,
+        "summary": summary,
+        "strategy": environment["strategy"],
+        "num_parameters": environment["num_parameters"],
+        "traffic": traffic,
+    }
 
 
 def seconds_of_steps(metrics: dict[int, dict[str, float]]) -> tuple[float, float]:
@@ -240,7 +247,7 @@ def _row(kind: str, count: int, size: int, here: dict[str, Any], first: dict[str
         kind, count, size, here["strategy"], seconds, rate, speed_up, speed_up / times,
         serial_share(speed_up, times) if is_strong else None,
         here["traffic"]["collectives"], here["traffic"]["tcp_bytes"], here["traffic"]["backend"],
-        max(here["summary"]["peak_memory_gb"]),
+        max(here["summary"]["peak_memory_gb"]), here["num_parameters"],
         largest_differences(first["metrics"], here["metrics"]) if is_strong else None,
         here["summary"]["ledger"] == first["summary"]["ledger"] if is_strong else None,
     )  # fmt: skip

@@ -53,8 +53,8 @@ def ring_share(kind: str, num_processes: int) -> float:
 class Traffic(TorchDispatchMode):
     """Counts the collectives of this process for as long as it is entered.
 
-    Whoever starts one, torch's C++ among them, it passes torch's dispatcher. What does not is not seen: backends that
-    DeepSpeed or a hook call by themselves. Compiled code runs uncompiled meanwhile.
+    Whoever starts one, torch's C++ among them, it passes torch's dispatcher, on this thread or on autograd's. Not seen is what
+    a callback of another thread sends, as PowerSGD's do on gloo; `received_over_tcp` has that too.
     """
 
     def __init__(self) -> None:
