@@ -189,7 +189,9 @@ def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
             shown = "nothing is sent" if size is None else f"{size:g} ({size * 2**18:,} elements)"
             lines.append(f"| {row['strategy']} | {shown} | {_milliseconds(row)} | {_sent(row)} |")
     if rows.get("memory"):
-        lines += _head("`gradient_as_bucket_view` | held after backward | more than the least | gradients")
+        lines += _head(
+            "`gradient_as_bucket_view` | weights, gradients and buckets hold | more than the least | gradients alone"
+        )
         least = min(row["held_bytes"] or 0 for row in rows["memory"])
         for row in rows["memory"]:
             held, gradients = row["held_bytes"], f"{row['gradient_bytes'] / 1e6:.1f} MB"

@@ -203,20 +203,20 @@ class Worker:
                 yield row
 
     def memory(self) -> Iterator[dict[str, Any]]:
-        """What gradients and buckets take, between backward and update."""
+        """What a model and its gradients take between backward and update: weights, gradients, buckets."""
+        with self.case() as case:  # what is made once in a process
+            case.gradient()
+            device = case.accelerator.device
+        del case
         for as_view in (False, True):
+            before = runtime.memory_held(device)
             with self.case(f"distributed.gradient_as_bucket_view={str(as_view).lower()}") as case:
                 case.gradient()
-                held = runtime.memory_held(case.accelerator.device)
-                # All that a step leaves behind goes with the gradients; what DDP keeps in any case stays in both rows.
-                self.say(
-                    f"gradient_as_bucket_view {as_view!s:5}  {'-' if held is None else f'{held / 1e6:.1f} MB held'}"
-                )
-                yield {
-                    "gradient_as_bucket_view": as_view,
-                    "held_bytes": held,
-                    "gradient_bytes": 4 * case.num_parameters,
-                }
+                after, num_bytes = runtime.memory_held(device), 4 * case.num_parameters
+            del case
+            held = None if before is None or after is None else after - before
+            self.say(f"gradient_as_bucket_view {as_view!s:5}  {'-' if held is None else f'{held / 1e6:.1f} MB held'}")
+            yield {"gradient_as_bucket_view": as_view, "held_bytes": held, "gradient_bytes": num_bytes}
 
     def hooks(self) -> Iterator[dict[str, Any]]:
         """Compressed gradients: time, bytes, and how far the gradient is from the one that was not compressed."""
@@ -243,7 +243,7 @@ class Worker:
         """What a step of many micro-batches sends, beside a step of one."""
         for count in (1, ACCUMULATION):
             with self.case(accumulation=count) as case:
-                row = {"accumulation": count, **measure(case, self.repeats)}
+                row = {"accumulation": case.accelerator.gradient_accumulation_steps, **measure(case, self.repeats)}
                 self.say(f"accumulation {count}  {1000 * row['seconds']:9.2f} ms a step of {count} micro-batches")
                 yield row
 
