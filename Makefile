@@ -1,10 +1,10 @@
 # make train   installs into .venv, then trains recipes/quickstart.yaml on whatever is there
 # make test    installs into .venv, then runs the whole test suite
-# make test-all, make parity, make memory, make chaos: the sweeps
+# make test-all, make parity, make memory, make scaling, make chaos: the sweeps
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-all lint docs readme parity memory chaos bench bench-gpu clean
+.PHONY: train test test-all lint docs readme parity memory scaling chaos bench bench-gpu clean
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -39,6 +39,12 @@ parity: .venv/installed
 
 memory: .venv/installed
 	$(BIN)/python benchmarks/memory.py docs/parity.md
+
+# docs/scaling.md, measured anew on the processes that fit here: PROCESSES=1,2,4,8 on eight GPUs.
+PROCESSES ?= 1,2,4
+scaling: .venv/installed
+	$(BIN)/acc-lm scaling --processes $(PROCESSES) --output docs/scaling.md
+	$(BIN)/acc-lm bench-comm --output docs/scaling.md
 
 # The gates of docs/reliability.md: a hundred kills, twenty launches killed, every engine read by every other; what a save costs.
 chaos: .venv/installed

@@ -59,7 +59,16 @@ def test_the_commands_of_a_page_are_taken(page: str, at_least: int) -> None:
                 parse_train_arguments(arguments, ROOT / "recipes/quickstart.yaml")
         else:
             assert program.endswith("acc-lm"), command
-            assert words[0] in ("generate", "evaluate", "export", "parity", "doctor", "keep-going"), command
+            assert words[0] in (
+                "generate",
+                "evaluate",
+                "export",
+                "parity",
+                "scaling",
+                "bench-comm",
+                "doctor",
+                "keep-going",
+            ), command
 
 
 def test_the_table_names_every_recipe_and_config() -> None:
