@@ -169,11 +169,13 @@ SENT = "collectives | MB handed over | MB received over TCP"
 def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
     """The tables, as Markdown."""
     rows = values["parts"]
-    processes = f"{values['num_processes']} processes on {values.get('device', 'cpu')}"
+    model = ""
+    if "num_parameters" in values:
+        model = f" A step is one of a model of {values['num_parameters']:,} parameters; what it communicates is counted in one of them."
     lines = [
         f"`{values['command']}`", "", f"{values['made']}; load average before: {values['load_average_before']:.2f}.", "",
-        f"{processes}; medians of the process that takes longest, in brackets the fastest. A step is one of a model of {values.get('num_parameters', 0):,} "
-        "parameters; what it communicates is counted in one of them.",
+        f"{values['num_processes']} processes on {values.get('device', 'cpu')}; medians of the process that takes longest, in brackets the "
+        f"fastest.{model}",
     ]  # fmt: skip
     if rows.get("collectives"):
         lines += _head("collective | tensor | time | algorithm bandwidth | bus bandwidth")

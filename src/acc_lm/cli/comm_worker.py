@@ -174,6 +174,7 @@ class Worker:
         accelerator = runtime.build_accelerator(
             load_config(self.recipe, [*self.overrides, f"training.global_batch_size={self.num_processes}"])
         )
+        self.facts |= {"device": str(accelerator.device.type)}
         for kind in runtime.COLLECTIVES:
             for size in self.plan["sizes"]:
                 repeats = SMALL_REPEATS if size <= SMALL_BYTES else REPEATS

@@ -14,13 +14,13 @@ from typing import Any
 
 from acc_lm.cli.launching import check_num_processes, launch, num_accelerators, project_folder, shared_cores
 from acc_lm.cli.parity import (
-    TOLERANCE,
     Case,
     largest_differences,
     machine_line,
     read_metrics,
     replace_block,
     short_run,
+    tolerance_of,
 )
 from acc_lm.config import nearest_multiples
 from acc_lm.errors import ConfigError
@@ -107,7 +107,7 @@ def scaling(
     plan = _plan(config.training.global_batch_size, counts)
     for count, global_batch_size in dict.fromkeys((count, size) for _, count, size in plan):
         _check_split(recipe, overrides, count, global_batch_size)
-    tolerance = TOLERANCE[config.training.mixed_precision or "no"]
+    tolerance = tolerance_of(config)
     notes, load = shared_cores(counts), os.getloadavg()[0]
     settings = [*overrides, *short_run(config, steps), *_logged(steps)]
     launches = list(dict.fromkeys((count, size) for _, count, size in plan))

@@ -48,7 +48,7 @@ from acc_lm.runtime.engines import (
 from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
-from acc_lm.runtime.memory import Memory, fit_micro_batch
+from acc_lm.runtime.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.pace import Pace
 from acc_lm.runtime.peers import Peers
 from acc_lm.runtime.pieces import (
@@ -98,6 +98,7 @@ __all__ = [
     "machine",
     "memory_held",
     "on_main",
+    "peak_memory_gb",
     "pieces_of",
     "prepare",
     "publish_weights",
