@@ -297,6 +297,22 @@ def test_the_serial_share_is_karp_and_flatts() -> None:
     assert serial_share(amdahl, 8) == pytest.approx(0.1)
 
 
+def test_a_speed_up_that_the_cores_cannot_give_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm.cli.scaling import Row, doubts
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    rows = [Row("weak", count, 8, speed_up=speed_up) for count, speed_up in ((1, 1.0), (2, 2.05), (4, 2.4))]
+    (said,) = doubts(rows, 1, load=0.5)
+    assert said.startswith(
+        "weak scaling to 4 processes was 2.40 times as fast, and 2 cores allow 2: others used them meanwhile"
+    )
+    assert doubts(rows[:2], 1, load=0.5) == []
+    assert "load average 3.00" in doubts([], 1, load=3.0)[0]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert doubts(rows, 1, load=9.0) == []
+
+
 # --- launches ------------------------------------------------------------------------------------------------------
 
 PARENT_OF_A_CHILD = """

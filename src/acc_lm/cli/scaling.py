@@ -133,6 +133,9 @@ def scaling(
     apart = [
         max((row.largest_difference or {"": 0.0}).values()) for row in rows if row.kind == STRONG and not row.problem
     ]
+    for doubt in doubts(rows, counts[0], load):
+        notes.append(doubt)
+        print(f"warning: {doubt}")
     same = all(row.is_the_same(tolerance) for row in rows)
     print(
         f"strong scaling: the same losses to {max(apart):.1e}"
@@ -235,6 +238,26 @@ def serial_share(speed_up: float, times: float) -> float | None:
     Source: Karp and Flatt, "Measuring parallel processor performance", 1990.
     """
     return (1 / speed_up - 1 / times) / (1 - 1 / times) if times > 1 else None
+
+
+def doubts(rows: Sequence[Row], smallest: int, load: float) -> list[str]:
+    """Why the times of CPU processes say little; of a machine that others use, more processes get a larger part."""
+    cores = os.cpu_count() or 1
+    if num_accelerators():
+        return []
+    found = []
+    if load > cores / 2:
+        found.append(
+            f"others used the {cores} cores before the first launch (load average {load:.2f}): the times are theirs, too"
+        )
+    for row in rows:
+        possible = min(row.num_processes, cores) / min(smallest, cores)
+        if row.speed_up > 1.05 * possible:
+            found.append(
+                f"{row.kind} scaling to {row.num_processes} processes was {row.speed_up:.2f} times as fast, and {cores} cores allow "
+                f"{possible:g}: others used them meanwhile, the speed-ups are void"
+            )
+    return found
 
 
 def _row(kind: str, count: int, size: int, here: dict[str, Any], first: dict[str, Any], smallest: int) -> Row:
