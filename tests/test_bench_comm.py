@@ -203,7 +203,7 @@ def test_a_copy_for_data_parallel_computes_with_its_own_weights(tiny_recipe: Pat
 
 
 @pytest.mark.parametrize(("cap", "said"), [
-    (1, "got a first bucket of 1 MiB for 6.7 MiB; set distributed.bucket_cap_mb=7"), (25, "got a first bucket of 1 MiB for 6.6 MiB"),
+    (1, "got a first bucket of 1 MiB for 6.7 MiB; set distributed.bucket_cap_mb=7"), (25, "got a first bucket of 1 MiB for 6.7 MiB"),
     (7, ""),
 ])  # fmt: skip
 def test_power_sgd_in_several_buckets_is_refused_on_a_cpu_where_it_dies(cap: int, said: str, tiny_recipe: Path) -> None:
