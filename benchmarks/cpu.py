@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,19 @@ def c2_overhead(run: Run) -> None:
         run.add("C2", f"ours above the {name}", name, ours=above, unit="ms", scale=1e3, goal=goal)
 
 
+def ours_without(job: Job, technique: str) -> None:
+    contenders.without(technique)
+    contenders.ours(job)
+
+
 def c3_precision_c10_memory(run: Run) -> None:
-    """A model with a vocabulary: fp32 beside bf16, and the memory of both."""
+    """A model with a vocabulary: fp32 beside bf16, the memory of both, and ours without one of our techniques."""
     sizes = run.sizes
     num_steps = ring.CHECKED_STEPS + sizes.tiny_steps * (sizes.few_rounds + 1) + 3
     job = run.job("tiny-bpe", sizes.tiny, sizes.tiny_vocab, num_steps, gpt2=False)
     runs, absent = contenders.field(job)
+    for technique in ("attention", "loss", "update"):  # what each of them gains here
+        runs[f"ours without our {technique}"] = partial(ours_without, job, technique)
     bf16: dict[str, Callable[[], None]] = {
         "ours, bf16": lambda: contenders.ours(job, "training.mixed_precision=bf16"),
         "bare loop, tuned, bf16": lambda: contenders.bare(job, precision="bf16"),
