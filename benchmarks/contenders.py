@@ -301,7 +301,13 @@ def bare(
 # --- from pip ------------------------------------------------------------------------------------------------------
 
 
-def trainer(job: Job, default: bool = False, precision: str = "no", compiled: str | None = None) -> None:
+def trainer(
+    job: Job,
+    default: bool = False,
+    precision: str = "no",
+    compiled: str | None = None,
+    micro_batch_size: int | None = None,
+) -> None:
     """Hugging Face Trainer; tuned: no progress bar, no reduction of the loss over processes, what else is tuned for all."""
     import torch
     from transformers import Trainer, TrainingArguments, default_data_collator
@@ -309,7 +315,8 @@ def trainer(job: Job, default: bool = False, precision: str = "no", compiled: st
     tuned = {} if default else {"disable_tqdm": True, "average_tokens_across_devices": False, "optim": "adamw_torch_fused",
                                 "dataloader_pin_memory": False}  # fmt: skip
     arguments = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=job.batch_size, max_steps=job.num_steps, learning_rate=LEARNING_RATE,
+        output_dir="out", per_device_train_batch_size=micro_batch_size or job.batch_size,
+        gradient_accumulation_steps=job.batch_size // (micro_batch_size or job.batch_size), max_steps=job.num_steps, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM, save_strategy="no",
         remove_unused_columns=False, train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(), bf16=precision == "bf16",
         torch_compile=bool(compiled), torch_compile_backend=compiled, **tuned,

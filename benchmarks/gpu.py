@@ -97,6 +97,8 @@ class Sizes:
     )
     """batch, heads, key-value heads, head size, length"""
     micro_batches: tuple[int, ...] = (32, 64, 96, 128, 192, 256)
+    accumulation: int = 15
+    """Micro-batches of the large step of GPT-2."""
     odd_vocabulary: int = 50257
     """GPT-2's own, which is no multiple of 64."""
     backend: str = "inductor"
@@ -104,7 +106,7 @@ class Sizes:
 
 TOY = Sizes(
     gpt2=gpt2(1, 2, 16, 8, 2, 65), llamas=(llama(1, 2, 1, 16, 32, 8, 2, 65),), steps=2, llama_steps=1, rounds=2, llama_rounds=2, warm_up=1,
-    square=64, copied=1 << 16, attention=((1, 2, 1, 8, 16),), micro_batches=(1, 2), backend="eager", odd_vocabulary=65,
+    square=64, copied=1 << 16, attention=((1, 2, 1, 8, 16),), micro_batches=(1, 2), backend="eager", odd_vocabulary=65, accumulation=3,
 )  # fmt: skip
 
 
@@ -455,7 +457,31 @@ def gpt2_race(run: Run) -> None:
              "Trainer, tuned": Goal(at_least=1.10)}  # fmt: skip
     run.add_speeds("G1", "GPT-2 shape", race, shape, goals)
     run.add_mfu("G1", "GPT-2 shape", race, shape, 0.52)
+    accumulated(run)
     largest_micro_batch(run, job)
+
+
+def accumulated(run: Run) -> None:
+    """A step of GPT-2's own global batch, half a million tokens, in micro-batches of the size above."""
+    sizes, micro = run.sizes, run.sizes.gpt2.batch_size
+    if run.left() < ring.LEAST_SECONDS:
+        run.races["gpt2 accumulated"] = {"failed": {"ours": ring.NOT_REACHED}}
+        return
+    shape = replace(sizes.gpt2, batch_size=micro * sizes.accumulation)
+    rounds = max(2, sizes.rounds // 2)
+    job = run.job("gpt2 accumulated", shape, ring.CHECKED_STEPS + (1 + sizes.warm_up) * (rounds + 1) + 3)
+    bf16, compiled = "training.mixed_precision=bf16", {"ACCELERATE_DYNAMO_BACKEND": sizes.backend}
+    runs: dict[str, Callable[[], None]] = {
+        "ours": lambda: contenders.ours(job, bf16, f"training.micro_batch_size={micro}"),
+        "Trainer, tuned": lambda: contenders.trainer(
+            job, precision="bf16", compiled=sizes.backend, micro_batch_size=micro
+        ),
+    }
+    race = run.race(
+        "gpt2 accumulated", job, runs, 1, rounds, control=False, reference="ours", environments={"ours": compiled}
+    )
+    what = f"GPT-2 shape, a step of {shape.batch_size * shape.length:,} tokens in {sizes.accumulation} micro-batches"
+    run.add_speeds("G1", what, race, shape, {"Trainer, tuned": Goal(at_least=1.10)})
 
 
 def largest_micro_batch(run: Run, job: Job) -> None:

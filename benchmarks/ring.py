@@ -53,7 +53,8 @@ class Gate:
 
     connection: Connection
     base_memory: int
-    losses: list[float] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=lambda: [[]])
+    """What was gone backward from, in each step."""
     norms: list[float] = field(default_factory=list)
     count: int = 0
     until: int = CHECKED_STEPS
@@ -70,7 +71,7 @@ class Gate:
 
         def noted(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
             if not tensor.is_meta:  # litgpt counts its operations on one
-                self.losses.append(float(tensor.detach()))
+                self.losses[-1].append(float(tensor.detach()))
             backward(tensor, *arguments, **keywords)
 
         def norm(
@@ -80,6 +81,7 @@ class Gate:
             local = [getattr(g, "_local_tensor", g).detach() for g in gradients]  # one process has all of a divided one
             parts = [torch.linalg.vector_norm(g.double()) for g in local]
             self.norms.append(float(torch.linalg.vector_norm(torch.stack(parts))))
+            self.losses.append([])
 
         torch.Tensor.backward = noted  # type: ignore[method-assign]
         hook = register_optimizer_step_post_hook(norm)
@@ -100,8 +102,10 @@ class Gate:
             return
         if self.count == CHECKED_STEPS:
             self._stop_checking()
-            # Backward passes before the first step, as ours makes one under DDP, are no steps.
-            self.connection.send({"losses": self.losses[-CHECKED_STEPS:], "norms": self.norms, "threads": _threads()})
+            # Backward passes before the first step, as ours makes one under DDP, are no part of it.
+            size = len(self.losses[CHECKED_STEPS - 1])
+            losses = [sum(step[-size:]) for step in self.losses[:CHECKED_STEPS]]
+            self.connection.send({"losses": losses, "norms": self.norms, "threads": _threads()})
         else:
             self.connection.send(self._elapsed())
         _free_device()

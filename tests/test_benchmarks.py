@@ -230,6 +230,7 @@ def test_the_three_commands_for_a_gpu_run_here_at_toy_size(tmp_path: Path, monke
     for name, expected in (
         ("ladder", 10),
         ("gpt2", 7),
+        ("gpt2 accumulated", 2),
         ("llama 8", 2),
         ("llama 8, ours again", 2),
         ("llama 8, Trainer, tuned", 2),

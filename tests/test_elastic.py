@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from processes import ROOT, Finished, Launch, launcher_environment, run_training
 from test_resume import assert_equal_runs, metrics_of
 
@@ -161,6 +162,7 @@ def go_elastic(recipe: Path, folder: Path) -> tuple[str, float, int]:
     return " -> ".join(f"{config} x{count}" for config, count, *_ in legs), worst, num_rows
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_hardware_is_the_run_of_one_process(tiny_recipe: Path, tmp_path: Path) -> None:
     way, worst, num_rows = go_elastic(tiny_recipe, tmp_path)
     print(f"{way}: losses within {worst:.0e}, {num_rows} rows once per epoch")

@@ -365,10 +365,10 @@ def kill_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Ki
 
 
 def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
-    """25 times kill -9, at least 8 of them inside a save; `make chaos` does it a hundred times."""
-    result = kill_at_random(dropout_recipe, tmp_path, kills=25, seed=0)
+    """12 times kill -9, at least 4 of them inside a save; `make chaos` does it a hundred times."""
+    result = kill_at_random(dropout_recipe, tmp_path, kills=12, seed=0)
     print(result)
-    assert result.in_save >= 8
+    assert result.in_save >= 4
 
 
 def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Kills:

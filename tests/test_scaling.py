@@ -333,8 +333,9 @@ def test_an_interrupted_command_ends_what_it_started(number: signal.Signals, tmp
         "    launch([sys.argv[1]], None, 1, Path(sys.argv[2]), 600)"
     )
     running = subprocess.Popen(
-        [sys.executable, "-c", command, str(tmp_path / "program.py"), str(log)], stderr=subprocess.PIPE
-    )
+        [sys.executable, "-c", command, str(tmp_path / "program.py"), str(log)], stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where the tests themselves run in the background
+    )  # fmt: skip
     end = time.monotonic() + 60
     while not (log.exists() and log.read_text().strip()) and time.monotonic() < end:
         time.sleep(0.02)

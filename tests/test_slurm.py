@@ -167,7 +167,7 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
 def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had_been(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    longer = ["training.max_steps=600", "training.eval_every=200", "training.log_every=50", "checkpoint.every=50"]
+    longer = ["training.max_steps=300", "training.eval_every=100", "training.log_every=50", "checkpoint.every=50"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     job = Job(tmp_path, num_nodes=2, processes_per_node=1)
     process = job.start(tiny_recipe, *longer, f"output_dir={run}")
@@ -182,7 +182,7 @@ def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had
     assert code == 1, "the launcher's"
     summary = summary_of(run)
     assert (summary["status"], summary["exit_code"], summary["reason"]) == ("preempted", 75, "SIGTERM"), output
-    assert 50 <= summary["step"] < 600
+    assert 50 <= summary["step"] < 300
     assert output.endswith(f"requeued: the status of {run} is preempted\n")
     assert job.requeues() == 1
     assert len(job.calls("scancel")) == 1

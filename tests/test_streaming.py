@@ -108,7 +108,7 @@ def test_a_stream_has_the_rows_that_its_shards_have_on_disk(num_streams: int, sh
         assert beyond == [both[row * 16 : row * 16 + 17] for row in range((len(both) - 1) // 16)]
 
 
-@pytest.mark.parametrize("shuffle_buffer", [None, 7])
+@pytest.mark.parametrize("shuffle_buffer", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_a_stream_goes_on_from_every_state(shuffle_buffer: int | None, shards: list[Path]) -> None:
     config = config_of(shards, streaming=True, num_streams=2, shuffle_buffer=shuffle_buffer)
     count = 700  # more than two passes
@@ -336,7 +336,7 @@ def test_one_stream_in_order_is_the_rows_on_disk_in_order(
     assert (runs[0] / "final/model.safetensors").read_bytes() == (runs[1] / "final/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("shuffle_buffer", ["null", "10"])
+@pytest.mark.parametrize("shuffle_buffer", [pytest.param("null", marks=pytest.mark.slow), "10"])
 def test_a_killed_stream_goes_on_bit_for_bit(shuffle_buffer: str, streamed: list[str], tmp_path: Path) -> None:
     arguments = [*streamed, f"data.shuffle_buffer={shuffle_buffer}"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])
