@@ -83,6 +83,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     tokenizer = load_tokenizer(config.tokenizer, config.model)
     may_be_unused = config.distributed.find_unused_parameters
     check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
+    runtime.keep_libraries()
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
     peers.check_same(data.keys)
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0

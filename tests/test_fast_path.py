@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +189,31 @@ def test_a_recipes_step_reads_no_tensor_and_reduces_its_gradient_once(file: Path
         assert reads == []
         assert num_buckets >= 1
         assert counts == [3] * num_buckets, "once in each of three steps"
+
+
+def test_the_collector_does_not_look_at_the_libraries_while_they_are_loaded(tiny: list[str], tmp_path: Path) -> None:
+    """And it is on again when the steps begin; a third of the time up to the first step was its own."""
+    code = f"""
+import gc, os, runpy, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+before = gc.get_stats()[2]["collections"]
+def first_step(*_):
+    print("full collections", gc.get_stats()[2]["collections"] - before, gc.isenabled(), gc.get_freeze_count() > 300_000, flush=True)
+    os._exit(0)
+register_optimizer_step_post_hook(first_step)
+sys.argv = {["train.py", *tiny]!r}
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    number, is_on, is_kept = re.search(r"full collections (\d+) (\w+) (\w+)", done.stdout).groups()  # type: ignore[union-attr]
+    assert (is_on, is_kept) == ("True", "True")
+    assert int(number) <= 3, "that of `prepare`, that of `warm_up`, and one of the data's own"
+
+
+def test_what_fails_before_leaves_the_collector_on(tiny: list[str]) -> None:
+    import gc
+
+    import train
+
+    assert train.main([*tiny, "training.max_steps=0"]) == 2
+    assert gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ def run_to_its_end(
     """Parse the command line, train, and turn whatever comes of it into the exit code that it stands for."""
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
     began, is_ours = time.time(), False
+    gc.disable()  # until the libraries are loaded, see `runtime.keep_libraries`
     try:
         parsed = parse_train_arguments(arguments, default_recipe)
         if parsed is None:
@@ -54,6 +56,7 @@ def run_to_its_end(
         status, code, reason, speaks = explained.status, explained.exit_code, str(explained), explained.speaks
         print_problems(explained)
     finally:
+        gc.enable()
         if reason and is_ours and config:
             write_failure(config.output_dir, status, code, reason, speaks, began)
     return code

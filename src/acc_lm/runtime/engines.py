@@ -59,6 +59,18 @@ def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in bare_model(model).named_parameters()}
 
 
+def keep_libraries() -> None:
+    """What exists by now stays, and the garbage collector does not look at it any more.
+
+    The libraries make hundreds of thousands of objects. To look at them again and again while they are loaded, and at
+    each full collection afterwards, takes a third of the time from the start of a process to its first step.
+    """
+    import transformers.optimization  # noqa: F401  # the last large one: it loads peft, and peft bitsandbytes
+
+    gc.freeze()
+    gc.enable()
+
+
 def initialise_once(
     accelerator: Accelerator,
     build: Callable[[], tuple[nn.Module, T]],
