@@ -59,9 +59,9 @@ class Sizes:
 
     char: tuple[int, int, int, int, int] = (4, 4, 128, 64, 12)
     """layers, heads, width, row length, batch: nanoGPT's example for a CPU"""
-    char_steps: int = 6
+    char_steps: int = 10
     loop: tuple[int, int, int, int, int] = (2, 2, 16, 16, 2)
-    loop_steps: int = 120
+    loop_steps: int = 360
     tiny: tuple[int, int, int, int, int] = (4, 4, 256, 256, 4)
     tiny_steps: int = 2
     tiny_vocab: int = 4096
@@ -199,7 +199,7 @@ def ours_without(job: Job, technique: str) -> None:
 def c3_precision_c10_memory(run: Run) -> None:
     """A model with a vocabulary: fp32 beside bf16, the memory of both, and ours without one of our techniques."""
     sizes = run.sizes
-    num_steps = ring.CHECKED_STEPS + sizes.tiny_steps * (sizes.few_rounds + 1) + 3
+    num_steps = ring.CHECKED_STEPS + sizes.tiny_steps * (sizes.rounds + 1) + 3
     job = run.job("tiny-bpe", sizes.tiny, sizes.tiny_vocab, num_steps, gpt2=False)
     runs, absent = contenders.field(job)
     for technique in ("attention", "loss", "update"):  # what each of them gains here
@@ -209,7 +209,7 @@ def c3_precision_c10_memory(run: Run) -> None:
         "bare loop, tuned, bf16": lambda: contenders.bare(job, precision="bf16"),
         "Trainer, tuned, bf16": lambda: contenders.trainer(job, precision="bf16"),
     }
-    race = run.race(job, runs | bf16, absent, steps=sizes.tiny_steps, rounds=sizes.few_rounds,
+    race = run.race(job, runs | bf16, absent, steps=sizes.tiny_steps, rounds=sizes.rounds,
                     tolerances=dict.fromkeys(bf16, ring.TOLERANCE["bf16"]))  # fmt: skip
     if "ours" not in race.samples:
         return
