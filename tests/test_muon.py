@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from acc_lm.config import Config, OptimizerConfig
 from acc_lm.errors import ConfigError
 from acc_lm.muon import MuonAndAdamW, hidden_matrices
 from acc_lm.optimizer import build_optimizer, set_learning_rate
+from acc_lm.recipe import load_config
 
 MUON = "optimizer.name=muon"
 RATE, MOMENTUM, DECAY = 1e-2, 0.9, 0.3  # none is torch's own
@@ -347,3 +349,18 @@ def test_what_muon_is_not_for_is_refused() -> None:
         ConfigError, match=r"optimizer\.name must be adamw where no matrix of a hidden layer is trained"
     ):
         build_optimizer(model, OptimizerConfig(name="muon"))
+
+
+def test_parity_leaves_out_what_would_refuse_muon_whatever_its_file_is_called(
+    tiny_recipe: Path, tmp_path: Path
+) -> None:
+    from acc_lm.cli.parity import _cases
+
+    mine = tmp_path / "mine.yaml"
+    shutil.copy(ROOT / "accelerate_configs/deepspeed_zero2.yaml", mine)
+    names = ["single:1", "fsdp2:2", f"{mine}:2"]
+    chosen, left_out = _cases(names, ROOT, load_config(tiny_recipe, ["optimizer.name=muon"]))
+    assert [case.name for case in chosen] == ["single x1", "fsdp2 x2"]
+    (line,) = left_out
+    assert line.startswith("mine x2, because optimizer.name must be adamw under DeepSpeed")
+    assert len(_cases(names, ROOT, load_config(tiny_recipe, []))[0]) == 3, "AdamW runs on all of them"

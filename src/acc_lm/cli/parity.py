@@ -20,6 +20,7 @@ from acc_lm.cli.launching import launch
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError
 from acc_lm.recipe import load_config
+from acc_lm.runtime import refusal
 
 CPU_CASES = (
     "single:1", "ddp:2", "ddp:3", "multi_node_ddp:2", "fsdp2:2", "fsdp2_grad_op:2", "fsdp2_offload:2", "hsdp:4",
@@ -182,8 +183,8 @@ def _cases(names: Sequence[str], root: Path, config: Config) -> tuple[list[Case]
                 f"{case.name}, because {case.num_processes} processes do not divide training.global_batch_size {config.training.global_batch_size}"
             )
             continue
-        if config.optimizer.name == "muon" and "deepspeed" in file.stem:
-            left_out.append(f"{case.name}, because it has no matrices for optimizer.name muon")
+        if config.optimizer.name != "adamw" and (why := refusal(file, case.num_processes, config)):
+            left_out.append(f"{case.name}, because {why}")
             continue
         chosen.append(case)
     return chosen, left_out

@@ -33,7 +33,7 @@ from acc_lm.runtime.communication import (
     time_collective,
     wait_for,
 )
-from acc_lm.runtime.doctor import check_config, machine
+from acc_lm.runtime.doctor import check_config, machine, refusal
 from acc_lm.runtime.ending import close, explain, forget
 from acc_lm.runtime.engines import (
     check_replicas,
@@ -106,6 +106,7 @@ __all__ = [
     "publish_weights",
     "quiet_libraries",
     "received_over_tcp",
+    "refusal",
     "release_gathered",
     "seconds_of_slowest",
     "split_global_batch",

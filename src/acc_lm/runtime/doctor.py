@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from acc_lm.errors import MachineError
+from acc_lm.errors import MachineError, UserError
 from acc_lm.runtime.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
 from acc_lm.runtime.deepspeed import asked_plugin, deepspeed_plugin
 from acc_lm.runtime.extensions import COMPILERS, check_extensions, has_libaio
@@ -69,6 +69,16 @@ def _precision() -> str:
     if not torch.cuda.is_available():
         return "no, or bf16 (slow on most CPUs)"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
+    """Why train.py would not train this recipe on this config, whatever the machine has; None: it would."""
+    with _launched(file, ["--num_processes", str(num_processes)]) as typed:
+        try:
+            fit_recipe(recipe, read_launch(recipe.training.mixed_precision, typed))
+        except UserError as error:
+            return str(error)
+    return None
 
 
 def check_config(file: Path, num_processes: int | None, recipe: Config | None = None) -> list[str]:
