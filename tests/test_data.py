@@ -361,3 +361,12 @@ def test_both_splits_keep_documents_apart_when_asked(tmp_path: Path) -> None:
         assert set(batch) - set(plain) == {"position_ids", "document_ids"}
         assert all(torch.equal(plain[key], batch[key]) for key in plain), "the same rows"
         assert batch["document_ids"].max() > 0
+
+
+def test_behind_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not whatever the memory held: it may be no id at all."""
+    monkeypatch.setattr("acc_lm.rows.np.empty", lambda shape, dtype: np.full(shape, 10**9, dtype))
+    rows = Rows(np.arange(1, 11, dtype=np.uint16), 4)
+    batch = rows.__getitems__([1, 2, -1])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [0, 0, 0, 0]]
+    assert batch["targets"].tolist() == [[6, 7, 8, 9], [10, *[-100] * 3], [-100] * 4]
