@@ -133,7 +133,9 @@ def test_an_adapter_that_is_not_averaged_is_seen(bases: Bases, curves: dict[str,
     assert max(largest_differences(curves["single"]["llama"].metrics, curve.metrics).values()) > 1e-3
 
 
-@pytest.mark.parametrize("reader", ENGINES)
+@pytest.mark.parametrize(
+    "reader", [pytest.param(engine, marks=[pytest.mark.slow] if "zero3" in engine else []) for engine in ENGINES]
+)
 def test_a_run_goes_on_where_any_engine_left_it(
     reader: str, bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
 ) -> None:
@@ -218,7 +220,7 @@ def adapter_in(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "final/adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("engine", ["single", "deepspeed_zero3 x2"])
+@pytest.mark.parametrize("engine", ["single", pytest.param("deepspeed_zero3 x2", marks=pytest.mark.slow)])
 def test_killed_and_started_again_is_the_run_that_was_not(engine: str, recipe: list[str], tmp_path: Path) -> None:
     config, count = ENGINES[engine]
     environment = {} if count == 1 else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)

@@ -147,15 +147,18 @@ CASES = [
     for j, engine in enumerate(ENGINES)
 ]
 """Each value of an axis with each of every other one; padded text is text whose documents see each other."""
-QUICK = [case for case in CASES if FORMATS.index(case.format) == ENGINES.index(case.engine) % 3]
+QUICK = [
+    Case("text", "LoRA", "packed", "ddp"), Case("prompt_completion", "LoRA", "padded", "single"), Case("messages", "full", "padded", "fsdp2"),
+]  # fmt: skip
 
 
 def test_each_pair_of_values_is_among_the_cases() -> None:
     for one, other in itertools.combinations(range(4), 2):
         values = [{case[axis] for case in CASES} for axis in (one, other)]
         assert {(case[one], case[other]) for case in CASES} == set(itertools.product(*values))
-    assert [{case[axis] for case in QUICK} for axis in range(4)] == [
-        {case[axis] for case in CASES} for axis in range(4)
+    assert set(QUICK) <= set(CASES)
+    assert [{case[axis] for case in QUICK} for axis in range(3)] == [
+        {case[axis] for case in CASES} for axis in range(3)
     ]
 
 

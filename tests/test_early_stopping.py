@@ -135,7 +135,9 @@ def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(
     )
 
 
-@pytest.mark.parametrize("moment", ["counting", "after the evaluation that ends it", "the export"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("counting", marks=pytest.mark.slow), "after the evaluation that ends it", "the export"]
+)
 def test_killed_it_comes_to_the_same_end(moment: str, whole: Path, tiny_recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["--config", str(tiny_recipe), *STOPS, f"output_dir={run}"]
@@ -151,7 +153,7 @@ def test_killed_it_comes_to_the_same_end(moment: str, whole: Path, tiny_recipe: 
     assert os.readlink(run / "checkpoints/best") == os.readlink(whole / "checkpoints/best")
 
 
-@pytest.mark.parametrize("which", ["best", "last"])
+@pytest.mark.parametrize("which", ["best", pytest.param("last", marks=pytest.mark.slow)])
 def test_stopped_where_an_evaluation_is_due_it_counts_it_later(
     which: str, whole: Path, tiny_recipe: Path, tmp_path: Path
 ) -> None:

@@ -103,7 +103,9 @@ MOMENTS: dict[str, tuple[Callable[[], None], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=[pytest.mark.slow] if "middle" in moment else []) for moment in MOMENTS]
+)
 def test_an_interruption_changes_no_report(
     moment: str, whole: tuple[Path, Finished, list[tuple[float, int]]], tiny_recipe: Path, tmp_path: Path
 ) -> None:

@@ -148,7 +148,12 @@ def test_a_merged_adapter_scores_as_the_adapter_does(adapter_run: Path, folder: 
 
 @pytest.mark.parametrize(
     ("config", "num_processes"),
-    [("ddp", 2), ("ddp", 3), ("fsdp2", 2), pytest.param("deepspeed_zero3", 2, marks=pytest.mark.slow)],
+    [
+        ("ddp", 3),
+        ("fsdp2", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("deepspeed_zero3", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_any_launch_writes_the_same_rows_once(
     config: str, num_processes: int, chat_run: Path, chats: Path, tmp_path: Path

@@ -62,7 +62,8 @@ def alone(
 
 
 @pytest.mark.parametrize(
-    ("config", "num_processes", "micro"), [("", 1, 4), ("ddp", 2, 3), ("fsdp2", 2, 1), ("deepspeed_zero3", 2, 6)]
+    ("config", "num_processes", "micro"),
+    [("", 1, 4), ("ddp", 2, 3), ("fsdp2", 2, 1), pytest.param("deepspeed_zero3", 2, 6, marks=pytest.mark.slow)],
 )
 def test_a_set_has_the_value_that_it_has_alone(
     config: str,

@@ -96,7 +96,7 @@ def test_in_conversations_a_prompt_is_a_users_turn(packing: bool, tiny: list[str
     assert first.endswith(prompt.split("Ada say?")[1])
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_step_is_another_for_the_samples(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
     """With dropout, which draws numbers; and a prompt that is longer than a row."""
     dropout = [
