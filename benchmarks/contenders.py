@@ -38,7 +38,7 @@ class Job:
     num_steps: int
     """More than will be taken."""
     least_rows: int = 0
-    """That the text has, where larger batches will be tried."""
+    """That the text has at least."""
 
     @property
     def rows(self) -> np.ndarray:

@@ -104,7 +104,17 @@ class Run:
             model = {"model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width + width // 2 + width // 8,
                      "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
                      "max_position_embeddings": length}  # fmt: skip
-        job = Job(name, self.folder / name, model, length, batch_size, vocab_size, num_steps)
+        # Nobody comes to the end of the text: what an epoch's end costs is not what a step costs.
+        job = Job(
+            name,
+            self.folder / name,
+            model,
+            length,
+            batch_size,
+            vocab_size,
+            num_steps,
+            least_rows=num_steps * batch_size,
+        )
         digest = ring.in_a_process(job.prepare, job.folder / "prepare")
         self.races[name] = {"tokens_xxh3": digest, "model": model, "length": length, "batch_size": batch_size}
         return job

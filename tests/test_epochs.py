@@ -81,6 +81,7 @@ def test_each_pass_is_reported_exactly(whole: tuple[Path, Finished, list[tuple[f
     assert found[3]["epoch/learning_rate"] == logged[ends[2]]["train/learning_rate"]
     told = [line for line in finished.output.splitlines() if line.startswith("epoch ")]
     assert len(told) == 3
+    assert ["eval loss" in line for line in told] == ["epoch/eval_loss" in found[number] for number in (1, 2, 3)]
     assert told[2].startswith(
         f"epoch 3  train loss {found[3]['epoch/train_loss']:.4f}  eval loss {losses[ends[2]]:.4f}  lr "
     )

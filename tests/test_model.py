@@ -283,6 +283,8 @@ def test_weight_decay_is_chosen_by_name(name: str) -> None:
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    (one,) = build_optimizer(model, OptimizerConfig(weight_decay=0.0)).param_groups
+    assert len(one["params"]) == len(list(model.parameters())), "nothing decays: one update for all"
     for parameter in model.parameters():
         parameter.data = parameter.data.reshape(-1)  # as a sharded engine may hold them
     assert decayed_names(model) == decayed

@@ -167,11 +167,13 @@ class Bar:
 
     def show_epoch(self, metrics: dict[str, float]) -> None:
         """A line for a pass over the training rows."""
-        train, held_out = (metrics.get(f"epoch/{name}_loss", math.nan) for name in ("train", "eval"))
-        self.line(
-            f"epoch {metrics['epoch/number']:.0f}  train loss {train:.4f}  eval loss {held_out:.4f}  "
-            f"lr {metrics['epoch/learning_rate']:.2e}  {_duration(metrics['epoch/seconds'])}"
-        )
+        losses = [
+            f"{name} loss {metrics[f'epoch/{name}_loss']:.4f}"
+            for name in ("train", "eval")
+            if f"epoch/{name}_loss" in metrics
+        ]
+        rate, seconds = f"lr {metrics['epoch/learning_rate']:.2e}", _duration(metrics["epoch/seconds"])
+        self.line("  ".join([f"epoch {metrics['epoch/number']:.0f}", *losses, rate, seconds]))
 
     def line(self, text: str) -> None:
         """A line that does not break the bar."""

@@ -19,7 +19,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         ConfigError: Muon, and no matrix for it.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = decayed_names(model)
+    decayed = decayed_names(model) if config.weight_decay else set(parameters)  # one group less is one update less
     hidden = hidden_matrices(model) & parameters.keys() if config.name == "muon" else set()
     if config.name == "muon" and not hidden:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,10 +66,28 @@ def keep_libraries() -> None:
     The libraries make hundreds of thousands of objects. To look at them again and again while they are loaded, and at
     each full collection afterwards, takes a third of the time from the start of a process to its first step.
     """
-    import transformers.optimization  # noqa: F401  # the last large one: it loads peft, and peft bitsandbytes
-
+    _load_schedules()
     gc.freeze()
     gc.enable()
+
+
+def _load_schedules() -> None:
+    """transformers' schedules without what comes with them: the base of its Trainer, which loads peft, and peft bitsandbytes.
+
+    That is a quarter of the time to the first step. Whoever imports that base afterwards gets all of it.
+    """
+    import transformers.utils
+
+    base, is_peft_available = "transformers.trainer_utils", transformers.utils.is_peft_available
+    is_ours = base not in sys.modules
+    if is_ours:
+        transformers.utils.is_peft_available = lambda: False
+    try:
+        import transformers.optimization
+    finally:
+        transformers.utils.is_peft_available = is_peft_available
+        if is_ours and base in sys.modules:
+            del sys.modules[base], transformers.trainer_utils
 
 
 def initialise_once(

@@ -113,7 +113,9 @@ def gradient_norms(gradients: list[Tensor], device: torch.device) -> Tensor:
     adds_in = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32  # 16-bit gradients too
     if device.type != "cpu":
         return torch.stack([norm.to(kept) for norm in torch._foreach_norm(gradients, dtype=adds_in)])
-    is_large = [g.numel() > PART_ELEMENTS and adds_in != kept for g in gradients]
+    if adds_in == kept or max(g.numel() for g in gradients) <= PART_ELEMENTS:
+        return torch.stack(torch._foreach_norm(gradients, dtype=adds_in)).to(kept)
+    is_large = [g.numel() > PART_ELEMENTS for g in gradients]
     small = [g for g, large in zip(gradients, is_large, strict=True) if not large]
     norms = iter(torch.stack(torch._foreach_norm(small, dtype=adds_in)).to(kept).unbind() if small else ())
     return torch.stack(
