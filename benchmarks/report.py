@@ -22,17 +22,17 @@ WHY: dict[str, str] = {
     "C1": "in eager mode all contenders call the same kernels on the same weights, and what is not kernels is a hundredth of this step: a tuned loop "
     "and ours end up within the noise of each other. What a peer's defaults lose here is GPT-2's activation in eight operations and an update that "
     "is not fused; Trainer has the fused update by default by now, so its distance is smaller than it was.",
-    "C2": "the profile's rest, largest first: the gradient norm, which is exact and names a parameter that is not finite; a second call of the "
-    "fused update, for parameters that do not decay; the loss as an autograd function of Python; every tenth step the log. Lightning, tuned, logs nothing.",
+    "C2": "the profile's rest, largest first: the gradient norm, which is exact and names a parameter that is not finite; the loss as an "
+    "autograd function of Python; every tenth step the log. Lightning, tuned, logs nothing.",
     "C4": "nine tenths of it are the tokenizer, which is the bound; the rest is reading the JSON, the hashes by which a document is found again and kept out of the "
     "other split, and the ids, which the tokenizer hands out as a list of Python's numbers only. The script beside it chains its lists by now, where it "
-    "used to add them up, and spends most of its time in the same tokenizer.",
+    "used to add them up, and spends most of its time in the same tokenizer, whose own time, on two threads that share a core, differs by a third from one "
+    "call to the next.",
     "C5": "half of the time is the conversion of the ids to 64 bits, which is a copy through memory and which nanoGPT makes as well; the rest is torch's "
     "DataLoader, once a batch.",
     "C8": "the disk of this machine took the same raw bytes at 0.9 to 2.1 GB/s in the runs of one day, and raw write and save are minutes apart. At the faster end "
     "what a save does beside writing, copies and checksums, no longer hides behind the disk.",
-    "C11": "nearly all of it is imports that Trainer shares: torch, transformers' models, and, behind transformers' schedules, parts of Trainer itself "
-    "with peft and, where it is installed, bitsandbytes with torch's compiler. The garbage collector keeps out of ours meanwhile.",
+    "C11": "nearly all of it is imports that Trainer shares: torch and transformers' models.",
     "C12": "what C2 has, and one message more in each step, in which the processes agree whether to stop.",
     "C13": "small products use a core less well than large ones, so that time grows less than the operations do.",
 }
