@@ -59,13 +59,14 @@ class Sizes:
 
     char: tuple[int, int, int, int, int] = (4, 4, 128, 64, 12)
     """layers, heads, width, row length, batch: nanoGPT's example for a CPU"""
-    char_steps: int = 10
+    char_steps: int = 5
     loop: tuple[int, int, int, int, int] = (2, 2, 16, 16, 2)
-    loop_steps: int = 360
+    loop_steps: int = 180
     tiny: tuple[int, int, int, int, int] = (4, 4, 256, 256, 4)
-    tiny_steps: int = 2
+    tiny_steps: int = 1
     tiny_vocab: int = 4096
-    rounds: int = 9
+    rounds: int = 18
+    """Many short turns: what else the machine does comes and goes within seconds."""
     few_rounds: int = 5
     text_bytes: int = 12_000_000
     tokens: int = 50_000_000
