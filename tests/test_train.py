@@ -157,6 +157,17 @@ def test_dropout_is_announced(tiny: list[str]) -> None:
     assert "dropout 0.1: its masks depend on the split" in finished.output
 
 
+@pytest.mark.parametrize(("load", "threads", "is_said"), [(9.0, 2, True), (9.0, 1, False), (0.5, 2, False)])
+def test_threads_on_a_machine_that_others_use_are_slow_and_that_is_said(
+    load: float, threads: int, is_said: bool, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    output = run_training([*tiny, "training.max_steps=1", "schedule.warmup_steps=0"]).output
+    assert ("others use the 2 cores (load average 9.0)" in output) == is_said
+
+
 def test_two_identical_runs_are_equal_bit_for_bit(tiny: list[str], tmp_path: Path) -> None:
     dropout = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 32}"
     for name in ("a", "b"):

@@ -15,6 +15,7 @@ import bisect
 import contextlib
 import gzip
 import json
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -81,6 +82,7 @@ class Profile:
         if self._profiler is None:
             from torch.profiler import profile
 
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it prints where it begins and ends
             self._profiler = profile(activities=self._activities())
             self._profiler.prepare_trace()  # where a step comes before the first, this is over by then
         if step >= self._first and not self._is_on:

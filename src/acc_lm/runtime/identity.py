@@ -261,10 +261,13 @@ def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
 def _notes(
     accelerator: Accelerator, config: Config, strategy: str, num_processes: int, is_rehearsal: bool
 ) -> list[str]:
-    notes = []
+    notes, cores = [], os.cpu_count() or 1
+    if accelerator.device.type == "cpu" and torch.get_num_threads() > 1 and (load := os.getloadavg()[0]) > cores:
+        notes.append(
+            f"others use the {cores} cores (load average {load:.1f}) and threads wait for each other: OMP_NUM_THREADS=1 is faster then"
+        )
     if is_rehearsal:
         notes.append("rehearsal: the real engine on CPU processes, for trust and not for speed")
-        cores = os.cpu_count() or 1
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         if local > cores:
             notes.append(f"{local} processes share {cores} cores")
