@@ -737,13 +737,20 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {
-        **report.header("cpu"), "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": not only and sizes == Sizes(),
+        **report.header("cpu"), "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": sizes == Sizes(),
         "load": {"before": before, "after": os.getloadavg()}, "seconds": time.monotonic() - began, "seconds_of": run.seconds,
         "figures": run.figures, "races": run.races, "samples": run.samples,
     }  # fmt: skip
+    if only:
+        result = report.beside_others(result, output)
+        result["complete"] = result["complete"] and set(result["seconds_of"]) == set(SUITE)
     file = report.write(result, output)
-    if run.void:
-        print("VOID: " + "; ".join(run.void) + " (make the machine quiet and start again)")
+    if result["void"]:
+        print(
+            "VOID: "
+            + "; ".join(result["void_because"])
+            + " (make the machine quiet and start again, or --only that one)"
+        )
     met = [row for row in run.figures if row["met"] is not None]
     print(f"{file}: {sum(row['met'] for row in met)} of {len(met)} goals met, {time.monotonic() - began:.0f} s")
     return file
@@ -751,7 +758,9 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every figure of the CPU suite.")
-    parser.add_argument("--only", default="", help="ids, with commas between them")
+    parser.add_argument(
+        "--only", default="", help="ids, with commas between them; beside the others of this commit and day"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try whether everything runs")
     parser.add_argument("--page", type=Path, help="docs/benchmarks.md, made from what was measured")

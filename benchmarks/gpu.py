@@ -18,7 +18,6 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the driver asks whether the
 import argparse
 import contextlib
 import importlib
-import json
 import math
 import shutil
 import statistics
@@ -624,7 +623,7 @@ def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) ->
             "load": {"before": before, "after": os.getloadavg()}, "seconds": took, "seconds_of": {name: took}, "figures": run.figures,
             "races": run.races, "samples": run.samples,
         }  # fmt: skip
-        return report.write(beside_others(result, name, output), output)
+        return report.write(report.beside_others(result, output), output)
 
     run.save = save
     try:
@@ -642,26 +641,6 @@ def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) ->
     met = [row for row in run.figures if row["met"] is not None]
     print(f"{file}: {name}, {sum(row['met'] for row in met)} of {len(met)} goals met, {time.monotonic() - began:.0f} s")
     return file
-
-
-def beside_others(result: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
-    """With what the other commands have measured at this commit on this day."""
-    file = folder / f"gpu-{result['date']}-{result['commit']}.json"
-    if not file.exists():
-        return result
-    earlier = json.loads(file.read_text())
-    if earlier["machine"] != json.loads(json.dumps(result["machine"])) or earlier["complete"] != result["complete"]:
-        return result
-    mine = {row["id"] for row in result["figures"]}
-    result["figures"] = [row for row in earlier["figures"] if row["id"] not in mine] + result["figures"]
-    for key in ("races", "samples", "failed", "seconds_of"):
-        kept = {k: v for k, v in earlier[key].items() if not (key == "failed" and k == name)}
-        result[key] = kept | result[key]
-    others = [why for why in earlier["void_because"] if why.split(":")[0] not in result["races"]]
-    result["void_because"] = [*others, *result["void_because"]]
-    result["void"] = bool(result["void_because"])
-    result["seconds"] = sum(result["seconds_of"].values())
-    return result
 
 
 def main() -> None:

@@ -107,6 +107,33 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return file
 
 
+def beside_others(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With what else was measured at this commit on this day; what both have is the later one's."""
+    file = folder / f"{result['kind']}-{result['date']}-{result['commit']}.json"
+    if not file.exists():
+        return result
+    earlier = json.loads(file.read_text())
+    if earlier["machine"] != json.loads(json.dumps(result["machine"])) or earlier["complete"] != result["complete"]:
+        return result
+    raced, mine = set(result["races"]), {row["id"] for row in result["figures"]}
+    kept = [row for row in earlier["figures"] if row["id"] not in mine]
+    order = list(dict.fromkeys(row["id"] for row in earlier["figures"]))
+    both = [*kept, *result["figures"]]
+    result["figures"] = sorted(both, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
+    for key in ("races", "samples", "failed", "seconds_of"):
+        kept_of = {k: v for k, v in earlier[key].items() if not (key == "failed" and k in result["seconds_of"])}
+        result[key] = kept_of | result[key]
+    others = [why for why in earlier["void_because"] if why.split(":")[0] not in raced]
+    result["again"] = [
+        *earlier.get("again", ()),
+        *(why for why in earlier["void_because"] if why.split(":")[0] in raced),
+    ]
+    result["void_because"] = [*others, *result["void_because"]]
+    result["void"] = bool(result["void_because"])
+    result["seconds"] = sum(result["seconds_of"].values())
+    return result
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
@@ -157,6 +184,8 @@ def section(result: dict[str, Any], command: str) -> list[str]:
         f"`{command}`, {result['date']}, commit {result['commit']}{' with changes' if result['changed'] else ''}, {name}, {known}; load average "
         f"{result['load']['before'][0]:.1f} before, {result['load']['after'][0]:.1f} after; {result['seconds'] / 60:.1f} minutes.", "",
     ]  # fmt: skip
+    for again in result.get("again", ()):
+        lines += [f"Measured again by itself, with everybody in it, because its control had failed: {again}.", ""]
     if result["void"]:
         lines += [f"**Void**: {'; '.join(result['void_because'])}.", ""]
     noise = {job: race["ours_over_ours"] for job, race in result["races"].items() if race.get("ours_over_ours")}

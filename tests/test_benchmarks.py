@@ -197,6 +197,29 @@ def test_the_page_shows_the_newest_whole_run_and_a_void_one_only_alone(tmp_path:
     assert report.newest(tmp_path, "gpu") is None
 
 
+@pytest.mark.parametrize("void_again", [False, True])
+def test_a_race_whose_control_failed_is_run_again_beside_the_others(void_again: bool, tmp_path: Path) -> None:
+    def row(id: str, median: float) -> dict[str, Any]:
+        return {"id": id, "median": median}
+
+    def result(races: list[str], suites: list[str], rows: list[dict[str, Any]], void: list[str]) -> dict[str, Any]:
+        return {
+            **report.header("cpu"), "complete": True, "figures": rows, "races": {key: {} for key in races}, "samples": {}, "failed": {},
+            "seconds_of": dict.fromkeys(suites, 60.0), "void_because": void, "void": bool(void),
+        }  # fmt: skip
+
+    whole = result(
+        ["char", "tiny"], ["C1", "C3"], [row("C1", 1.0), row("C3", 2.0), row("C4", 3.0)], ["tiny: noisy", "char: noisy"]
+    )
+    report.write(whole, tmp_path)
+    why = ["tiny: still noisy"] if void_again else []
+    both = report.beside_others(result(["tiny"], ["C3"], [row("C3", 5.0)], why), tmp_path)
+    assert both["figures"] == [row("C1", 1.0), row("C3", 5.0), row("C4", 3.0)], "in their order"
+    assert both["void_because"] == ["char: noisy", *why], "what was not run again stays void"
+    assert both["again"] == ["tiny: noisy"]
+    assert (set(both["races"]), both["seconds"]) == ({"char", "tiny"}, 120.0)
+
+
 def test_the_page_is_made_from_the_results_that_are_committed(tmp_path: Path) -> None:
     report.write_page(report.RESULTS, tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs/benchmarks.md").read_text(), (
