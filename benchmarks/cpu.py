@@ -751,7 +751,7 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
             + "; ".join(result["void_because"])
             + " (make the machine quiet and start again, or --only that one)"
         )
-    met = [row for row in run.figures if row["met"] is not None]
+    met = [row for row in result["figures"] if row["met"] is not None]
     print(f"{file}: {sum(row['met'] for row in met)} of {len(met)} goals met, {time.monotonic() - began:.0f} s")
     return file
 

@@ -108,13 +108,16 @@ def test_a_stream_has_the_rows_that_its_shards_have_on_disk(num_streams: int, sh
         assert beyond == [both[row * 16 : row * 16 + 17] for row in range((len(both) - 1) // 16)]
 
 
-@pytest.mark.parametrize("shuffle_buffer", [pytest.param(None, marks=pytest.mark.slow), 7])
-def test_a_stream_goes_on_from_every_state(shuffle_buffer: int | None, shards: list[Path]) -> None:
+@pytest.mark.parametrize(
+    ("shuffle_buffer", "every"),
+    [(7, 37), pytest.param(7, 13, marks=pytest.mark.slow), pytest.param(None, 13, marks=pytest.mark.slow)],
+)
+def test_a_stream_goes_on_from_every_state(shuffle_buffer: int | None, every: int, shards: list[Path]) -> None:
     config = config_of(shards, streaming=True, num_streams=2, shuffle_buffer=shuffle_buffer)
     count = 700  # more than two passes
     whole = list(islice(stream_of(1, config).rows(START, 0), count))
     assert whole[-1][1].position.epoch >= 2
-    for number in range(0, count, 37):
+    for number in range(0, count, every):
         state = State.unpack(whole[number - 1][1].pack()) if number else START
         assert state.row <= number < state.row + (shuffle_buffer or 1)
         again = list(islice(stream_of(1, config).rows(state, number), 20))
