@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from backends import Scenario, train_curve
 from processes import run_everywhere, run_training
 
 from acc_lm.losses import summed_loss
+from acc_lm.runtime.exposed import watched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,6 +106,39 @@ def test_the_trap_for_waiting_works() -> None:
         return False
 
     assert run_everywhere(run)[0]
+
+
+def test_what_the_stream_that_computes_waits_for_is_measured() -> None:
+    """As engines do it: something is sent on a stream of its own, and events stand around the wait for it."""
+
+    def run() -> tuple[float, float]:
+        stood: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+        def now() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        @contextmanager
+        def standing() -> Iterator[None]:
+            start = now()
+            yield
+            stood.append((start, now()))
+
+        sending, computing = torch.cuda.Stream(), torch.cuda.current_stream()
+        with watched(standing, on_gpu=True):
+            with torch.cuda.stream(sending):
+                start = now()
+                torch.cuda._sleep(200_000_000)
+                end = now()
+            torch.cuda._sleep(50_000_000)  # hides a part of it
+            computing.wait_stream(sending)
+        torch.cuda.synchronize()
+        assert len(stood) == 1
+        return stood[0][0].elapsed_time(stood[0][1]), start.elapsed_time(end)
+
+    waited, sent = run_everywhere(run)[0]
+    assert 0.5 * sent < waited < 0.95 * sent
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ DROPOUT_MODEL = (
     "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128}"  # dropout 0.1 by default
 )
 TIMED = (
-    "train/tokens_per_second", "train/seconds_per_step", "train/seconds_data", "train/seconds_waiting", "train/seconds_working",
+    "train/tokens_per_second", "train/seconds_per_step", "train/seconds_data", "train/seconds_waiting", "train/seconds_compute", "train/seconds_communication",
     "train/memory_gb", "epoch/seconds",
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from acc_lm.history import read
 from acc_lm.model import build_model, flops_of_model
 from acc_lm.profiling import PARTS, STEP, joined, look_at, operators, split, without
 from acc_lm.recipe import load_config
+from acc_lm.runtime.exposed import watched
 from acc_lm.throughput import Flops, flops_of, peak_of
 from acc_lm.tokenizer import make_tokenizer
 from benchmarks import gpu
@@ -148,7 +150,7 @@ def test_a_peak_is_of_the_device_and_of_the_type_it_computes_in() -> None:
 
 # --- runs ----------------------------------------------------------------------------------------------------------
 
-SPLIT = ("seconds_data", "seconds_waiting", "seconds_working")
+SPLIT = ("seconds_data", "seconds_compute", "seconds_communication", "seconds_waiting")
 PROFILED = [
     "training.max_steps=8",
     "profile.steps=[4, 6]",
@@ -273,12 +275,86 @@ def test_what_is_slow_shows_where_it_is(
         assert row["seconds_per_step"] >= 0.2
     data, waiting = (statistics.median(row[name] for row in rows[1:]) for name in ("seconds_data", "seconds_waiting"))
     assert waiting > 0.04, rows
+    assert all(row[name] > 0 for row in rows for name in SPLIT), rows
     assert (data >= 0.1) == (what is slow_loader), rows
     parts = parts_of(tmp_path / "run")
     assert (parts["data"][2] >= 200) == (what is slow_loader), parts
     assert (parts["host, none of these"][2] >= 200) == (what is slow_host), parts
     # On a busy machine process 0 may be late too: by less than that, and it is never process 1 that waits longer.
     assert parts["waiting for others"][1] > max(60, parts["waiting for others"][2]), parts
+    # The same two steps by the profiler's clock: what a process stood still for is no matter of who looks.
+    stood = statistics.fmean(row["seconds_communication"] + row["seconds_waiting"] for row in rows[2:4])
+    assert 1e3 * stood == pytest.approx(parts["communication"][0] + parts["waiting for others"][0], rel=0.15), (
+        rows,
+        parts,
+    )
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tiny: list[str], tmp_path: Path) -> None:
+    """It needs a second before the first step and after each evaluation, and two tenths of a second in each step.
+
+    DDP copies its buffers first, so that is where the other one waits.
+    """
+
+    def slow_main(rank: int) -> None:
+        slow_host(1 - rank)
+        if rank == 0:
+            for place in ("acc_lm.console.start_block", "acc_lm.history.draw"):
+                wrap(place, lambda: time.sleep(1.0))
+
+    train([*tiny, "training.max_steps=6", "training.log_every=2", "training.eval_every=3", "checkpoint.every=100",
+           "checkpoint.keep_best=0"], config, slow_main)  # fmt: skip
+    rows = logged(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 4, 6]
+    for row in rows:
+        assert 0.08 < row["seconds_waiting"] < 0.3, rows
+        assert row["seconds_per_step"] < 0.6, rows
+
+
+def test_a_gpu_stands_still_when_the_stream_that_computes_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of made-up streams: those of engines, on which they send, may wait for each other as long as they like."""
+    waits: list[str] = []
+    stood: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: str) -> None:
+            waits.append(f"{self.name} for {event}")
+
+        def wait_stream(self, other: Stream) -> None:
+            self.wait_event(f"the end of {other.name}")
+
+    class Work:
+        def wait(self) -> str:
+            waits.append(f"{current.name} for work")
+            return "done"
+
+    @contextlib.contextmanager
+    def standing() -> Iterator[None]:
+        before = len(waits)
+        yield
+        stood.extend(waits[before:])
+
+    current = computing = Stream("computing")
+    sending = Stream("sending")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.distributed, "Work", Work)
+    with watched(standing, on_gpu=True):
+        computing.wait_stream(sending)
+        computing.wait_event("a gather")
+        sending.wait_stream(computing)
+        assert Work().wait() == "done"
+        current = sending
+        Work().wait()
+        computing.wait_event("what is asked elsewhere")
+    assert stood == ["computing for the end of sending", "computing for a gather", "computing for work"]
+    assert len(waits) == 6
+    computing.wait_event("later")
+    assert len(stood) == 3
 
 
 @pytest.mark.parametrize("config", ["single", "ddp"])
@@ -300,6 +376,7 @@ def test_mfu_is_of_all_processes(config: str, tiny: list[str], tmp_path: Path) -
         row["mfu"] == pytest.approx(row["tokens_per_second"] * whole / (count * 0.25e12), rel=1e-6) for row in rows
     )
     if config == "single":
+        assert {row[name] for row in rows for name in ("seconds_communication", "seconds_waiting")} == {0.0}
         finished = train([*tiny, f"output_dir={tmp_path}/unknown"])
         assert "no MFU: no peak of cpu (" in finished.output
         assert not any("mfu" in name for row in logged(tmp_path / "unknown") for name in row)

@@ -58,7 +58,15 @@ def test_metrics_have_the_fixed_names_each_step_once(tiny: list[str], tmp_path: 
     evaluation = [entry for entry in metrics if "eval/loss" in entry]
     assert [entry["step"] for entry in training] == [1, 2, 4, 6]
     assert [entry["step"] for entry in evaluation] == [3, 6]
-    timed = {"tokens_per_second", "seconds_per_step", "seconds_data", "seconds_waiting", "seconds_working", "memory_gb"}
+    timed = {
+        "tokens_per_second",
+        "seconds_per_step",
+        "seconds_data",
+        "seconds_compute",
+        "seconds_communication",
+        "seconds_waiting",
+        "memory_gb",
+    }
     named = {"loss", "grad_norm", "learning_rate", "tokens", "epoch", "skipped_steps"} | timed
     assert set(training[0]) == {"step"} | {f"train/{name}" for name in named}
     assert set(evaluation[0]) == {"step", "eval/loss", "eval/perplexity", "eval/token_accuracy", "eval/bits_per_byte"}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Speed:
-    """A clock that stands still while the run evaluates and saves; it starts where its context is entered.
+    """A clock that stands still while the run evaluates and saves; it starts where its context is entered, by all together.
 
     Args:
         flops: of the model that is trained.
@@ -41,6 +41,7 @@ class Speed:
         progress: Progress,
         num_steps: int,
     ) -> None:
+        self._accelerator = accelerator
         self._pace, self._memory, self._flops = Pace(accelerator, model), memory, flops
         self._num_processes = identity.num_processes
         self._peak = peak_of(identity.device, identity.compute, config.tracking.peak_tflops)
@@ -58,10 +59,13 @@ class Speed:
 
     def __enter__(self) -> Speed:
         self._memory.watch_first_step(self._model)
+        self._accelerator.wait_for_everyone()  # what the main process writes before the first step is no time of it
+        self._pace.__enter__()
         self.begin_step()
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind: Any, *more: Any) -> None:
+        self._pace.__exit__(kind, *more)
         if kind is None:
             self._profile.finish()
         else:
@@ -92,6 +96,7 @@ class Speed:
         self._seconds += time.monotonic() - self._begun
         if "first update" not in self._memory.phases:
             self._memory.note("first update")
+        self._pace.end_step()
         self._profile.end(self._step)
 
     def metrics(self, tokens: int) -> dict[str, float]:
@@ -110,7 +115,8 @@ class Speed:
             "seconds_per_step": step,
             "seconds_data": look.data,
             "seconds_waiting": look.waiting,
-            "seconds_working": step - look.data - look.waiting,
+            "seconds_communication": look.communication,
+            "seconds_compute": step - look.data - look.waiting - look.communication,
             "memory_gb": self._memory.peak_gb,
         }
         if self._peak is not None and not self._flops.unknown and self._computed[0]:

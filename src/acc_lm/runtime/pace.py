@@ -1,11 +1,11 @@
-"""Where the time of a step goes, as far as it shows without asking the device: the data, and processes that wait for each other."""
+"""Where the time of a step goes, as far as it shows without asking the device: data, communication, waiting for each other."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from acc_lm.rows import Batch
+from acc_lm.runtime.exposed import watch_backward, watched
 from acc_lm.runtime.strategy import asked_strategy
 from acc_lm.runtime.traffic import CountedStep
 
@@ -27,6 +28,8 @@ SHARE, LEAST_SECONDS = 0.1, 0.05
 """...and holds them up for this share of a step, and for this long..."""
 LOOKS = 2
 """...each time it was looked at, so often in a row."""
+MOST_STEPS = 10
+"""It stands still in so many steps after a look as in all: a GPU keeps two events for each time that it does."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Marks:
     forward: Any = None
     forward_end: Any = None
     fetches: list[tuple[Any, Any]] = field(default_factory=list)
+    stands: list[tuple[Any, Any]] = field(default_factory=list)
+    """Computation could not go on without the others."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,10 @@ class Look:
 
     data: float
     """Nothing to do until the loader has given a batch."""
+    communication: float
+    """Nothing to compute until something has come from the others, on the process that this held up least in its step."""
     waiting: float
-    """For the slowest process, until it is where they first meet."""
+    """As long as the others stood still beyond that, which is for the slowest."""
     total: float
     """Sum over the processes of what each of them gave."""
     slow: str | None
@@ -56,11 +63,13 @@ class Look:
 
 
 class Pace:
-    """What comes before the first forward of a step (data, host), and that forward itself: until then nobody waits.
+    """Who stands still for how long while something is communicated, and who is slow: a context, so that it sees both.
 
-    Later all processes take the same time, since each waits for the slowest. Engines that fetch weights from the others
-    wait in the forward too, so under them only what comes before it counts. Events on a GPU are read when a step is
-    logged, so nothing waits for it, and data that is late while the device still has work costs nothing.
+    Who comes early to a collective stands still for longer than who comes late, so the least of all is the communication
+    itself. Each then takes as long as the slowest. That shows in what comes before the first forward of a step (data, host),
+    and in that forward: until then nobody waits. Engines that fetch weights from the others wait in the forward too, so
+    under them only what comes before it counts. Events on a GPU are read when a step is logged, so nothing waits for it,
+    and data that is late while the device still has work costs nothing.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
@@ -68,19 +77,37 @@ class Pace:
         self._on_gpu = accelerator.device.type == "cuda"
         self._steps: list[Marks] = []
         self._slow, self._times, self._told = -1, 0, -1
-        self._meets_in_forward = asked_strategy() in ("fsdp2", "hsdp", "deepspeed_zero3")
+        strategy = asked_strategy()
+        self._copies_buffers = strategy == "ddp"  # between the two hooks below
+        self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3")
         self._counted = CountedStep.asked()
+        self._is_in_step = False
+        self._watched: AbstractContextManager[None] = nullcontext()
         if accelerator.num_processes > 1:
-            inner = getattr(model, "module", model)  # DDP first copies the main process's buffers
+            self._watched = watched(self._standing, self._on_gpu)
+            watch_backward(model, self._standing)
+            inner = getattr(model, "module", model)
             # Before the engine's own, in which the processes may meet.
             model.register_forward_pre_hook(lambda module, inputs: self._mark("start", "called"), prepend=True)
             inner.register_forward_pre_hook(lambda module, inputs: self._mark("called", "forward"))
             inner.register_forward_hook(lambda module, inputs, output: self._mark("forward", "forward_end"))
 
+    def __enter__(self) -> Pace:
+        self._watched.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._watched.__exit__(*raised)
+
     def start_step(self) -> None:
         if self._counted is not None:
             self._counted.start_step()
+        self._is_in_step = True
         self._steps.append(Marks(self._now()))
+
+    def end_step(self) -> None:
+        """What comes now, an evaluation for instance, is of no step."""
+        self._is_in_step = False
 
     def reading(self, loader: Iterable[Batch], span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Batch]:
         """Its batches, and how long each was waited for; `span` puts a name into a profile."""
@@ -105,6 +132,15 @@ class Pace:
         if self._steps and getattr(self._steps[-1], place) is None and getattr(self._steps[-1], after) is not None:
             setattr(self._steps[-1], place, self._now())  # only in the first forward of a step
 
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        if not self._is_in_step or not 0 < len(self._steps) <= MOST_STEPS:
+            yield
+            return
+        start = self._now()
+        yield
+        self._steps[-1].stands.append((start, self._now()))
+
     def _between(self, one: Any, other: Any) -> float:
         seconds: float = one.elapsed_time(other) / 1000 if self._on_gpu else other - one
         return seconds
@@ -116,6 +152,10 @@ class Pace:
         forward = 0.0 if self._meets_in_forward else self._between(step.forward, step.forward_end)
         later = sum(self._between(*fetch) for fetch in step.fetches[1:])
         return self._between(step.start, step.called) + forward + later
+
+    def _stood(self, step: Marks) -> float:
+        copying = [(step.called, step.forward)] if self._copies_buffers and step.forward is not None else []
+        return sum(self._between(*stand) for stand in (*step.stands, *copying))
 
     def look(self, seconds: float, mine: float) -> Look:
         """At the steps since the last look, which took so many seconds. Every process calls.
@@ -129,17 +169,19 @@ class Pace:
         count = max(len(steps), 1)
         data = sum(self._between(*fetch) for step in steps for fetch in step.fetches) / count
         if not steps or self._accelerator.num_processes == 1:
-            return Look(data, 0.0, mine, None)
+            return Look(data, 0.0, 0.0, mine, None)
         device = self._accelerator.device
-        numbers = [data, mine, *(self._own(step) for step in steps)]
+        seen = steps[:MOST_STEPS]
+        numbers = [data, mine, *(self._stood(step) for step in seen), *(self._own(step) for step in steps)]
         dtype = torch.float32 if device.type == "mps" else torch.float64
         everyone = self._accelerator.gather(torch.tensor([numbers], device=device, dtype=dtype)).tolist()
-        own = [numbers[2:] for numbers in everyone]
-        latest = [max(of_step) for of_step in zip(*own, strict=True)]
-        waited = [sum(latest) - sum(of_process) for of_process in own]
+        stood = [numbers[2 : 2 + len(seen)] for numbers in everyone]
+        own = [numbers[2 + len(seen) :] for numbers in everyone]
+        least = statistics.fmean(min(of_step) for of_step in zip(*stood, strict=True))
         return Look(
             data=statistics.fmean(numbers[0] for numbers in everyone),
-            waiting=statistics.fmean(waited) / count,
+            communication=least,
+            waiting=statistics.fmean(statistics.fmean(of_process) for of_process in stood) - least,
             total=sum(numbers[1] for numbers in everyone),
             slow=self._compare([statistics.median(of_process) for of_process in own], seconds / count),
         )
