@@ -154,7 +154,7 @@ def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.rand(size, generator=generator) for size in (100, 5_000_000, 4096, 3, 4096 * 3 + 5)]
     exact = [float(gradient.double().norm()) for gradient in gradients]
-    assert gradient_norms(gradients, torch.device("cpu")).tolist() == pytest.approx(exact, rel=1e-7)
+    assert gradient_norms(gradients, torch.device("cpu")).tolist() == pytest.approx(exact, rel=3e-7)
     assert [float(norm) for norm in torch._foreach_norm(gradients)] != pytest.approx(exact, rel=1e-5)
 
 
