@@ -173,7 +173,8 @@ def test_threads_on_a_machine_that_others_use_are_slow_and_that_is_said(
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     output = run_training([*tiny, "training.max_steps=1", "schedule.warmup_steps=0"]).output
-    assert ("others use the 2 cores (load average 9.0)" in output) == is_said
+    assert ("others use the 2 cores" in output) == is_said
+    assert (f"(load average {load})" in output) == is_said
 
 
 def test_two_identical_runs_are_equal_bit_for_bit(tiny: list[str], tmp_path: Path) -> None:
