@@ -130,12 +130,11 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
             names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
             near = difflib.get_close_matches(os.path.basename(full), names, n=1)
             hint = f"nearest: {os.path.join(folder, near[0])}" if near else f"paths are relative to {os.getcwd()}"
-            kind = (
-                "a file; a folder is named with a glob such as " + os.path.join(pattern, "*.txt")
-                if os.path.isdir(full)
-                else "an existing file"
-            )
-            raise DataError(f"{key} must name {kind}, got {pattern!r}; {hint}")
+            if os.path.isdir(full):
+                wanted = f"name a file; a folder is named with a glob such as {os.path.join(pattern, '*.txt')}"
+            else:
+                wanted = "fit at least one file" if glob.has_magic(full) else "name an existing file"
+            raise DataError(f"{key} must {wanted}, got {pattern!r}; {hint}")
         found |= dict.fromkeys(Path(match).absolute() for match in matches)
     empty = [file for file in found if file.stat().st_size == 0]
     if empty:
