@@ -312,6 +312,21 @@ def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tin
         assert row["seconds_per_step"] < 0.6, rows
 
 
+def test_a_save_beside_the_steps_holds_nobody_up(tiny: list[str], tmp_path: Path) -> None:
+    """Process 1 has a thread that waits a second for process 0 to write, while both compute and log."""
+
+    def slow_save(rank: int) -> None:
+        for step in range(1, 5):
+            wrap("acc_lm.step.train_step", lambda: time.sleep(0.6), step)
+        wrap("acc_lm.saving._write_checkpoint", lambda: time.sleep(0.1 if rank else 1.1))
+
+    train([*tiny, "training.max_steps=4", "training.log_every=4", "training.eval_every=null", "data.eval_fraction=0.02",
+           "checkpoint.asynchronous=true"], "ddp", slow_save)  # fmt: skip
+    _, last = logged(tmp_path / "run")
+    assert last["seconds_per_step"] > 0.6
+    assert last["seconds_waiting"] < 0.08, "a second of one of two processes in three steps"
+
+
 def test_a_gpu_stands_still_when_the_stream_that_computes_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of made-up streams: those of engines, on which they send, may wait for each other as long as they like."""
     waits: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -134,12 +135,15 @@ class Pace:
 
     @contextmanager
     def _standing(self) -> Iterator[None]:
-        if not self._is_in_step or not 0 < len(self._steps) <= MOST_STEPS:
+        thread = threading.current_thread()
+        # Autograd computes on threads that Python did not start. One that it did may be saving, beside a step.
+        computes = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+        if not computes or not self._is_in_step or not 0 < len(self._steps) <= MOST_STEPS:
             yield
             return
-        start = self._now()
+        step, start = self._steps[-1], self._now()
         yield
-        self._steps[-1].stands.append((start, self._now()))
+        step.stands.append((start, self._now()))
 
     def _between(self, one: Any, other: Any) -> float:
         seconds: float = one.elapsed_time(other) / 1000 if self._on_gpu else other - one
