@@ -449,17 +449,23 @@ def c5_loader(run: Run) -> None:
     """From memory-mapped rows to batches."""
     from benchmarks import loader
 
-    length, batch_size, rounds = min(loader.LENGTH, run.sizes.tokens // 64), loader.BATCH, run.sizes.few_rounds
+    length, batch_size = min(loader.LENGTH, run.sizes.tokens // 64), loader.BATCH
     steps = min(loader.STEPS, run.sizes.tokens // length // batch_size)
-    speeds = {"ours": ring.in_a_process(
-        lambda: loader.measure(run.sizes.tokens, length, batch_size, steps, rounds), run.folder / "loader")}  # fmt: skip
     absent: dict[str, str] = {}
-    if contenders.peer_folder("nanoGPT") is not None:
-        speeds["nanoGPT"] = ring.in_a_process(
-            lambda: speed_of_get_batch(run, length, batch_size, max(1, steps // 20), rounds), run.folder / "get-batch"
-        )
-    else:
+    if contenders.peer_folder("nanoGPT") is None:
         absent["nanoGPT"] = "no folder nanoGPT in BENCH_PEERS"
+
+    def take_turns() -> dict[str, list[float]]:
+        field = {"ours": loader.rounds(run.sizes.tokens, length, batch_size, steps)}
+        if not absent:
+            field["nanoGPT"] = rounds_of_get_batch(run, length, batch_size, max(1, steps // 20))
+        speeds: dict[str, list[float]] = {name: [] for name in field}
+        for _ in range(run.sizes.rounds):
+            for name, rounds in field.items():
+                speeds[name].append(next(rounds))
+        return speeds
+
+    speeds = ring.in_a_process(take_turns, run.folder / "loader")
     run.samples["C5"] = {"samples": speeds, "absent": absent}
     for name, samples in speeds.items():
         run.add("C5", "tokens per CPU second from the loader", name, ours=speeds["ours"], theirs=samples, unit="million/s", scale=1e-6,
@@ -468,7 +474,7 @@ def c5_loader(run: Run) -> None:
             goal=Goal("median", at_least=100.0), higher_is_better=True)  # fmt: skip
 
 
-def speed_of_get_batch(run: Run, length: int, batch_size: int, steps: int, rounds: int) -> list[float]:
+def rounds_of_get_batch(run: Run, length: int, batch_size: int, steps: int) -> Iterator[float]:
     """nanoGPT's own function, cut out of its train.py when that runs for the first time."""
     folder = contenders.peer_folder("nanoGPT")
     assert folder is not None
@@ -484,12 +490,10 @@ def speed_of_get_batch(run: Run, length: int, batch_size: int, steps: int, round
                              "device_type": "cpu", "device": "cpu"}  # fmt: skip
     assert memmap is np.memmap
     exec(compile(__import__("ast").Module([function], []), "train.py", "exec"), names)
-    speeds = []
-    for _ in range(rounds):
+    while True:
         began = time.process_time()
         count = sum(names["get_batch"]("train")[1].numel() for _ in range(steps))
-        speeds.append(count / (time.process_time() - began))
-    return speeds
+        yield count / (time.process_time() - began)
 
 
 # --- pieces --------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class MicroBatches:
             rows = self._order.rows_at(step)
             if self._lengths is not None:
                 rows = by_length(rows, self._lengths, *self._shape)
-            yield from np.split(rows[self._mine], self._num_micro_batches)
+            yield from rows[self._mine].reshape(self._num_micro_batches, -1)
 
 
 def evaluation_batches(
