@@ -67,7 +67,7 @@ class Sizes:
     tiny_vocab: int = 4096
     rounds: int = 18
     """Many short turns: what else the machine does comes and goes within seconds."""
-    few_rounds: int = 5
+    few_rounds: int = 9
     text_bytes: int = 12_000_000
     tokens: int = 50_000_000
     head: tuple[int, int, int] = (1024, 256, 50304)
