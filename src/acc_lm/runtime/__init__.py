@@ -12,6 +12,7 @@
     identity      what really runs, read from the live objects
     peers         the other processes: whether they run the same, which of them died or hangs
     pace          how long they wait for data and for each other, and which of them holds up the others
+    exposed       where computation stands still until the others have sent something
     traffic       what a step communicates, counted
     communication what the processes can exchange, measured
     pieces        which part of which tensor lives on this process: checkpoints and exports of every engine

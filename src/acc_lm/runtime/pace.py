@@ -30,7 +30,7 @@ SHARE, LEAST_SECONDS = 0.1, 0.05
 LOOKS = 2
 """...each time it was looked at, so often in a row."""
 MOST_STEPS = 10
-"""It stands still in so many steps after a look as in all: a GPU keeps two events for each time that it does."""
+"""Where computation stands still is noted in so many steps after a look and not in all: each time is two events on a GPU."""
 
 
 @dataclass
