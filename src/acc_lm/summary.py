@@ -23,6 +23,8 @@ FILE = "summary.json"
 LOCK = ".lock"
 WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
 """What a run writes beside its checkpoints and its trackers' folders, which may be links to another disk."""
+MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final")
+"""Facts of an attempt that remain true when a later one fails."""
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
@@ -47,6 +49,7 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": platform.node(),
             "rank": int(os.environ.get("RANK", "0")),
+            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "train_loss": {"first": train[0], "last": train[-1], "best": min(train)} if train else None,
             "eval_loss": _course(entries, "eval/loss"),
             "evaluation_sets": {
@@ -74,7 +77,7 @@ def write_failure(
     speaks: bool | None = None,
     began: float | None = None,
 ) -> None:
-    """Note how an attempt failed, wherever that can be written; what earlier attempts reached stays.
+    """Note how an attempt failed, wherever that can be written, and where the run stands by its newest checkpoint.
 
     Args:
         speaks: whether this process is to write it; None: the main one is.
@@ -82,25 +85,27 @@ def write_failure(
     """
     if output_dir is None or not (is_main_process() if speaks is None else speaks):
         return
-    own = (
-        "status",
-        "exit_code",
-        "reason",
-        "attempt",
-        "time",
-        "host",
-        "rank",
-        "train_loss",
-        "eval_loss",
-        "evaluation_sets",
-        "epochs",
-    )
+    folder = Path(output_dir)
     with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
-        file = Path(output_dir) / FILE
+        file = folder / FILE
         is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
-        if Path(output_dir).is_dir() and not is_said:
-            facts = {key: value for key, value in _previous(Path(output_dir)).items() if key not in own}
-            write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=redact(reason), **facts)
+        if folder.is_dir() and not is_said:
+            made = {key: value for key, value in _previous(folder).items() if key in MADE}
+            facts = made | _standing(folder)
+            write_summary(folder, status=status, exit_code=exit_code, reason=redact(reason), **facts)
+
+
+def _standing(output_dir: Path) -> dict[str, Any]:
+    """Progress of the newest checkpoint: where the next attempt begins, whatever ended this one."""
+    newest = history.newest_checkpoint(output_dir)
+    if newest is None:
+        return {}
+    try:
+        progress = json.loads((newest / "state.json").read_text())["progress"]
+        reached = {key: progress[key] for key in ("step", "samples_seen", "tokens", "ledger")}
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: the next attempt names it
+        reached = {}
+    return {**reached, "last_checkpoint": newest}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from acc_lm.config import Config
 from acc_lm.errors import StorageError, UserError, storage_reason
+from acc_lm.history import newest_checkpoint
 from acc_lm.runtime.memory import is_out_of_memory, out_of_memory
 from acc_lm.runtime.peers import Peers
 
@@ -41,6 +42,4 @@ def explain(error: Exception, config: Config | None) -> UserError | None:
         return None
     if is_out_of_memory(error):
         return out_of_memory(error, config)
-    latest = Path(config.output_dir, "checkpoints", "latest")
-    last_checkpoint = latest.resolve() if latest.exists() else None
-    return None if Peers.current is None else Peers.current.explain(error, last_checkpoint)
+    return None if Peers.current is None else Peers.current.explain(error, newest_checkpoint(Path(config.output_dir)))

@@ -310,6 +310,7 @@ def environment(identity: Identity) -> dict[str, Any]:
         "git_commit": _git_commit(),
         "launch_command": _launch_command(),
         "host": platform.node(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
 
 
