@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from acc_lm import history
 from acc_lm.config import EVALUATION_METRICS
@@ -137,24 +137,46 @@ def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
         return
     # A record lock, which no forked worker inherits: it ends with this process, however that ends.
     with (output_dir / LOCK).open("a+") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                lock.seek(0)
-                raise ConfigError(
-                    f"output_dir must be in use by one run at a time, got {output_dir}, which {lock.read().strip() or 'another process'} "
-                    "writes to; wait for its end, or choose another"
-                ) from None
-        else:  # a file system without locks is no reason not to train
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {platform.node()}")
-            lock.flush()
+        _lock(lock, output_dir)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
         try:
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be what ended the run
                 (output_dir / LOCK).unlink()
+
+
+def check_not_in_use(output_dir: Path) -> None:
+    """Refuse a folder that a run writes to.
+
+    Raises:
+        ConfigError: with the process that does.
+    """
+    with contextlib.suppress(OSError), (output_dir / LOCK).open("r+") as lock:
+        _lock(lock, output_dir)
+
+
+def when_taken(output_dir: Path) -> int | None:
+    """Time at which the run that has the folder, or was killed there, took it; a run that ends leaves none."""
+    try:
+        return (output_dir / LOCK).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _lock(file: IO[str], output_dir: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return  # a file system without locks is no reason not to train
+        file.seek(0)
+        raise ConfigError(
+            f"output_dir must be in use by one run at a time, got {output_dir}, which {file.read().strip() or 'another process'} "
+            "writes to; wait for its end, or choose another"
+        ) from None
 
 
 def _previous(output_dir: Path) -> dict[str, Any]:
