@@ -129,7 +129,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         sep="\n",
     )
     if mode == Mode.DRY_RUN:
-        try_everything(accelerator, model, optimizer, data, order, config)
+        try_everything(accelerator, model, optimizer, data, order, config, model_facts.router)
         runtime.close(accelerator)
         return 0
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
@@ -201,6 +201,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             outcome = train_step(
                 accelerator, model, optimizer, batches, step=step, seed=config.seed,
                 num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
+                router=model_facts.router,
             )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
             bar.advance(step)
@@ -225,6 +226,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     "train/tokens": float(progress.tokens),
                     **speed.metrics(progress.tokens),
                     "train/skipped_steps": float(watch.num_skipped),
+                    **(outcome.router_loss.metrics() if outcome.router_loss else {}),
                 }
                 for name, source in data.by_source(order, progress.samples_seen).items():
                     metrics[f"train/tokens/{name}"] = float(source["tokens"])

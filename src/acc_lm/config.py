@@ -99,6 +99,8 @@ class ModelConfig(Section):
     """Enlarge the embeddings when the tokenizer has more ids than the model."""
     trust_remote_code: bool = False
     """Run Python code that a model repository brings along."""
+    router_loss: Literal["exact", "per_micro_batch", "off"] = "exact"
+    """Load-balancing loss of a mixture of experts, times the model's own coefficient (`router_aux_loss_coef`). exact: over the global batch, whatever its split, for a second forward pass under accumulation; per_micro_batch: mean over the micro-batches, as elsewhere; off: none. Nothing for other models."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -110,6 +112,12 @@ class ModelConfig(Section):
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config must name a model_type of transformers, got none; add e.g. model_type: llama")
+        asked = (self.config or {}).get("output_router_logits")
+        if isinstance(asked, bool) and asked != (self.router_loss != "off"):
+            raise ValueError(
+                f"config.output_router_logits must be left out where model.router_loss decides, got {asked} beside {self.router_loss}; "
+                "set model.router_loss to exact or off"
+            )
         return self
 
 

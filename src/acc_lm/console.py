@@ -68,6 +68,9 @@ def start_block(
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
+    if model.router:
+        ahead = "; a second forward pass finds it" if model.router.is_exact and accumulation > 1 else ""
+        lines.append(("experts", model.router.description + ahead))
     by_source = data.by_source(order, order.places_after(num_steps))
     num_targets = sum(source["tokens"] for source in by_source.values())
     for (name, source), num_rows in zip(by_source.items(), data.mixture.sizes if data.mixture else (), strict=True):

@@ -38,6 +38,7 @@ from acc_lm.losses import (
     summed_loss,
     sums_of_logits,
 )
+from acc_lm.router import Routed, Router, find_router, recorded_router_logits, routing_sums
 from acc_lm.throughput import Flops, count_flops, few_tokens
 from acc_lm.tokenizer import first_line
 
@@ -61,6 +62,8 @@ class ModelFacts:
     flops: Flops
     base: str = ""
     """Checksum of the weights before training, where an adapter stands beside them."""
+    router: Router | None = None
+    """Of a mixture of experts that is trained with its load-balancing loss."""
 
 
 class LossHead(nn.Linear):
@@ -88,12 +91,23 @@ def _fused_forward(
     document_ids: Tensor | None = None,
     by_position: bool = False,
     last: Tensor | None = None,
+    num_choices: int | None = None,
+    only_choices: bool = False,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids)
     if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given, **keywords)
-    hidden = model.base_model(input_ids=input_ids, use_cache=False, **given)[0]
+    if num_choices is not None:
+        given["output_router_logits"] = True
+    output = model.base_model(input_ids=input_ids, use_cache=False, **given)
+    hidden = output[0]
+    if num_choices is not None:
+        assert targets is not None
+        choices, probabilities = routing_sums(output.router_logits, num_choices, targets)
+        return (
+            choices if only_choices else Routed(model.get_output_embeddings()(hidden, targets), choices, probabilities)
+        )
     if last is None:
         return model.get_output_embeddings()(hidden, targets, by_position)
     return model.get_output_embeddings()(_at(hidden, last)).argmax(dim=-1)
@@ -107,11 +121,21 @@ def _logits_forward(
     document_ids: Tensor | None = None,
     by_position: bool = False,
     last: Tensor | None = None,
+    num_choices: int | None = None,
+    only_choices: bool = False,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids) | keywords
     if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given)
+    if num_choices is not None:
+        assert targets is not None
+        with recorded_router_logits(model) as router_logits:
+            output = type(model).forward(
+                model, input_ids=input_ids, **{"use_cache": False, **given, "output_router_logits": False}
+            )
+        choices, probabilities = routing_sums(tuple(router_logits), num_choices, targets)
+        return choices if only_choices else Routed(sums_of_logits(output.logits, targets).nll, choices, probabilities)
     output = type(model).forward(model, input_ids=input_ids, **{"use_cache": False, **given})
     if last is not None:
         return _at(output.logits, last).argmax(dim=-1)
@@ -169,6 +193,8 @@ def build_model(
         )
     else:
         model = _load_pretrained(config)
+    with _must_run("model"):
+        router = find_router(model, config.router_loss)
     attention, loss = make_ready(model, config, tokenizer, sequence_length, packs)
     base = weights_checksum(model) if adapter.kind != "none" else ""
     _choose_trained(model, config, adapter, seed, base)
@@ -181,6 +207,7 @@ def build_model(
         dropout=dropout_of(model),
         flops=flops_of_model(model, attention),
         base=base,
+        router=router,
     )
     model.train()
     return model, facts
