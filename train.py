@@ -84,7 +84,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     may_be_unused = config.distributed.find_unused_parameters
     check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
     runtime.keep_libraries()
-    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
+    day = resuming.day_of_run(accelerator, config, found, tokenizer if mode == Mode.EVAL_ONLY else None)
+    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main, day)
+    config = resuming.with_day(config, data.template_day)
     peers.check_same(data.keys)
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
     order = data.order(config.seed, training.global_batch_size, lag)

@@ -231,6 +231,7 @@ def sample_text(
     top_k: int = 50,
     seed: int = 0,
     is_question: bool = False,
+    day: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Text that the exported model writes after `prompt`; the same for the same seed.
@@ -238,6 +239,7 @@ def sample_text(
     Args:
         temperature: 0 always takes the likeliest token.
         is_question: the prompt is a user's turn in a conversation, and the text returned is the answer alone.
+        day: date for a chat template that reads the clock, as YYYY-MM-DD; None: that of the run, else today's.
     """
     from transformers import AutoTokenizer
 
@@ -246,7 +248,7 @@ def sample_text(
     model.eval()
     ends = [tokenizer.eos_token_id]
     if is_question:
-        found, end = question_ids(prompt, tokenizer)
+        found, end = question_ids(prompt, tokenizer, day)
         ids, ends = torch.tensor([found]), [end, *ends]
     else:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
