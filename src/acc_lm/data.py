@@ -85,8 +85,10 @@ class DataFacts:
         sizes = {"gzip": self.gzip_bytes, "xz": self.xz_bytes}
         return {name: 8 * size / self.eval_bytes for name, size in sizes.items() if size is not None}
 
-    def beside_compressors(self, bits_per_byte: float, num_targets: int) -> dict[str, float]:
-        """A model's score, beside the compressors' where it covers the same text."""
+    def beside_compressors(self, bits_per_byte: float | None, num_targets: int) -> dict[str, float]:
+        """A model's score, beside the compressors' where it covers the same text; empty where it has none."""
+        if bits_per_byte is None:
+            return {}
         return {
             "model": bits_per_byte,
             **(self.compressed_bits_per_byte if num_targets == self.eval_tokens - 1 else {}),

@@ -130,6 +130,7 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
     what = "A causal language model"
     if adapter.kind != "none":
         what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
+    bits = "none" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
     return f"""---
 {data.to_yaml()}
 ---
@@ -148,7 +149,7 @@ Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,}
 
 | loss (nats per token) | perplexity | token accuracy | bits per byte |
 |---|---|---|---|
-| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {result.bits_per_byte:.4f} |
+| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {bits} |
 
 ## Use
 

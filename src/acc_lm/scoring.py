@@ -251,7 +251,7 @@ class Scores:
         return EvaluationResult(
             loss=nll / num_targets,
             token_accuracy=int(self.num_correct.sum()) / num_targets,
-            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else None,
             num_targets=num_targets,
             num_bytes=num_bytes,
         )

@@ -287,7 +287,7 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
         "bytes": int(scores.num_bytes.sum()),
         "loss": result.loss,
         "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte if math.isfinite(result.bits_per_byte) else None,
+        "bits_per_byte": result.bits_per_byte,
         "token_accuracy": result.token_accuracy,
     }
     prompts: list[Prompt] = []
