@@ -40,7 +40,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.dry_run import try_everything
     from acc_lm.early_stopping import EarlyStopping
     from acc_lm.epochs import Epochs
-    from acc_lm.evaluation import Evaluation, evaluate_all
+    from acc_lm.evaluation import Evaluation, check_best_metric, evaluate_all
     from acc_lm.export import export_model
     from acc_lm.model import build_empty_model, build_model, check_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
@@ -84,7 +84,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     may_be_unused = config.distributed.find_unused_parameters
     check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
     runtime.keep_libraries()
-    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
+    day = resuming.day_of_run(accelerator, config, found, tokenizer if mode == Mode.EVAL_ONLY else None)
+    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main, day)
+    config = resuming.with_day(config, data.template_day)
+    num_evaluated = training.eval_batches and training.eval_batches * training.global_batch_size
+    check_best_metric(data, config.checkpoint.best_metric, num_evaluated)
     peers.check_same(data.keys)
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
     order = data.order(config.seed, training.global_batch_size, lag)
@@ -136,9 +140,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> Evaluation:
-        num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
         with speed.evaluating():
-            return evaluate_all(accelerator, model, data, micro_batch_size, num_rows, stop_request.check)
+            return evaluate_all(accelerator, model, data, micro_batch_size, num_evaluated, stop_request.check)
 
     def evaluate_and_log() -> Evaluation:
         result = evaluate()

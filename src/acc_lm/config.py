@@ -9,6 +9,7 @@ import difflib
 import math
 import os
 import re
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -48,6 +49,20 @@ def _at_home(value: str) -> str:
 Place = Annotated[str, AfterValidator(_at_home)]
 """A path, in which ~ is the home folder, or a name on the Hub."""
 Folder = Annotated[Place, AfterValidator(os.path.normpath)]
+
+
+def _as_day(value: Any) -> Any:
+    return value.isoformat() if type(value) is date else value  # YAML has dates of its own
+
+
+def _day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; change it") from None
+
+
+Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
 
 
 def _name_in_tracker(value: str) -> str:
@@ -245,6 +260,8 @@ class DataConfig(Section):
     """Which tokens of a conversation are targets; null: the assistant's, or the completion's."""
     chat_template: Place | None = None
     """File with a Jinja chat template; null: the tokenizer's own, or a plain one for a tokenizer that has none."""
+    chat_template_date: Day | None = None
+    """Date that a chat template which reads the clock writes, as YYYY-MM-DD; null: that of the first start of the run."""
     max_lossy_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the conversations that may be cut, have no target, or lose content to the template; more is an error."""
     packing: bool = True

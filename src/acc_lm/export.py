@@ -130,6 +130,7 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
     what = "A causal language model"
     if adapter.kind != "none":
         what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
+    bits = "none" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
     return f"""---
 {data.to_yaml()}
 ---
@@ -148,7 +149,7 @@ Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,}
 
 | loss (nats per token) | perplexity | token accuracy | bits per byte |
 |---|---|---|---|
-| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {result.bits_per_byte:.4f} |
+| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {bits} |
 
 ## Use
 
@@ -231,6 +232,7 @@ def sample_text(
     top_k: int = 50,
     seed: int = 0,
     is_question: bool = False,
+    day: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Text that the exported model writes after `prompt`; the same for the same seed.
@@ -238,6 +240,7 @@ def sample_text(
     Args:
         temperature: 0 always takes the likeliest token.
         is_question: the prompt is a user's turn in a conversation, and the text returned is the answer alone.
+        day: date for a chat template that reads the clock, as YYYY-MM-DD; None: that of the run, else today's.
     """
     from transformers import AutoTokenizer
 
@@ -246,7 +249,7 @@ def sample_text(
     model.eval()
     ends = [tokenizer.eos_token_id]
     if is_question:
-        found, end = question_ids(prompt, tokenizer)
+        found, end = question_ids(prompt, tokenizer, day)
         ids, ends = torch.tensor([found]), [end, *ends]
     else:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]

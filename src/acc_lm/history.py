@@ -15,9 +15,10 @@ PICTURE = "training_curves.png"
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add one line; plain floats, the step first."""
+    """Add one line; plain floats, the step first, without what is no number: JSON has no others."""
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     with (output_dir / FILE).open("a") as file:
-        file.write(json.dumps({"step": step, **metrics}) + "\n")
+        file.write(json.dumps({"step": step, **finite}) + "\n")
 
 
 def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from acc_lm import history
+from acc_lm.chat import day_of
 from acc_lm.checkpoint import load_checkpoint
 from acc_lm.config import CheckpointConfig, Config, learned_changes
-from acc_lm.errors import CheckpointError, DivergedError
-from acc_lm.recipe import dump_config
+from acc_lm.errors import CheckpointError, DivergedError, UserError
+from acc_lm.recipe import dump_config, load_config
 from acc_lm.retention import (
     Checkpoint,
     Found,
@@ -44,6 +46,8 @@ def check_same_recipe(
         CheckpointError: one line for each changed key, and the ways out.
     """
     old, new = _with_defaults(checkpoint.state["recipe"]), config.model_dump(mode="json")
+    if config.data.chat_template_date is None:  # that of the run
+        new["data"]["chat_template_date"] = old["data"].get("chat_template_date")
     changes = learned_changes(old, new)
     if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
         changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
@@ -101,6 +105,41 @@ def check_same_text(checkpoint: Checkpoint, config: Config, data_key: str) -> No
             f"{checkpoint.folder} must have been trained on this text, got other text (its content or its tokenizer changed); "
             f"choose another output_dir (output_dir={_next_name(config.output_dir)}), or checkpoint.allow_changed_recipe=true"
         )
+
+
+def day_of_run(
+    accelerator: Accelerator, config: Config, found: Found, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """Date that a chat template which reads the clock writes, as YYYY-MM-DD; the same on every process.
+
+    The recipe's, else that of the checkpoint or of an earlier start of the same recipe in `output_dir`, else the tokenizer's, else today's.
+
+    Args:
+        tokenizer: of a model that is evaluated, which knows the date of the run that trained it.
+    """
+
+    def find() -> str:
+        recipe = found.checkpoint.state["recipe"] if found.checkpoint else _recipe_of_earlier_start(config)
+        kept: str | None = recipe.get("data", {}).get("chat_template_date")
+        return kept or (day_of(tokenizer) if tokenizer else None) or date.today().isoformat()
+
+    return config.data.chat_template_date or on_main(accelerator, find)
+
+
+def _recipe_of_earlier_start(config: Config) -> dict[str, Any]:
+    """What an earlier start that came to no checkpoint left in `output_dir`; empty where it was another run's."""
+    try:
+        earlier = load_config(Path(config.output_dir) / "config.yaml")
+    except (UserError, OSError):
+        return {}
+    same = with_day(earlier, config.data.chat_template_date)
+    changes = learned_changes(same.model_dump(mode="json"), config.model_dump(mode="json"))
+    return {} if changes else earlier.model_dump(mode="json")
+
+
+def with_day(config: Config, day: str | None) -> Config:
+    """The recipe with the date that its chat template wrote."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_template_date": day})})
 
 
 def _with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -87,10 +87,12 @@ def read_documents(
     held_out: bool,
     references_column: str | None = None,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    day: str | None = None,
 ) -> ScoredText:
     """The text of a recipe as rows, exactly as a run would make them of it.
 
     Args:
+        day: date for a chat template that reads the clock where the recipe names none, as YYYY-MM-DD.
         held_out: only what the recipe holds out from training; else everything.
         references_column: of the records, with one right answer or a list of them; None: the answer of the conversation.
         progress: called with the bytes of each document.
@@ -98,7 +100,7 @@ def read_documents(
     Raises:
         DataError, ConfigError: it cannot be read, or holds nothing to score.
     """
-    plan = plan_of(config)
+    plan = plan_of(config, day)
     references: dict[str, tuple[str, ...]] = {}
     if references_column is not None and plan is None:
         raise ConfigError(
@@ -194,7 +196,7 @@ def _conversations(
         np.array(num_bytes),
         tuple(conversation.place for conversation in conversations),
         tuple(conversations),
-        tuple(references.get(c.place, (str(c.messages[-1]["content"]),)) for c in conversations),
+        tuple(references.get(c.place, (str(c.messages[-1].get("content", "")),)) for c in conversations),
         plan,
         f"{plan.format}, scored on {plan.train_on}: {describe(counts)}",
     )
@@ -249,7 +251,7 @@ class Scores:
         return EvaluationResult(
             loss=nll / num_targets,
             token_accuracy=int(self.num_correct.sum()) / num_targets,
-            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else None,
             num_targets=num_targets,
             num_bytes=num_bytes,
         )

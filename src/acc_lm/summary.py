@@ -26,9 +26,10 @@ WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokeni
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Replace a JSON file in one go."""
+    """Replace a JSON file in one go; what is no number in it becomes null, for JSON has no others."""
     temporary = file.with_name(f".{file.name}")
-    temporary.write_text(json.dumps(values, indent=1, default=str) + "\n")
+    finite = json.loads(json.dumps(values, default=str), parse_constant=lambda _: None)
+    temporary.write_text(json.dumps(finite, indent=1) + "\n")
     os.replace(temporary, file)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
@@ -33,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest tokens (default 50)"
     )
     generate.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    generate.add_argument(
+        "--date", metavar="YYYY-MM-DD", help="for a chat template that reads the clock (default: the date of the run)"
+    )
 
     evaluate = verbs.add_parser(
         "evaluate",
@@ -289,6 +293,7 @@ def _generate(known: argparse.Namespace) -> int:
         ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
         ("--temperature", known.temperature < 0, "0 or more"),
         ("--top-k", known.top_k < 1, "at least 1"),
+        ("--date", known.date is not None and not _is_day(known.date), "a date as YYYY-MM-DD"),
     ):
         if wrong:
             raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
@@ -300,7 +305,7 @@ def _generate(known: argparse.Namespace) -> int:
     try:
         text = sample_text(
             known.model, known.prompt, max_new_tokens=known.max_new_tokens,
-            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat,
+            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat, day=known.date,
         )  # fmt: skip
     except ConfigError:
         raise
@@ -308,6 +313,13 @@ def _generate(known: argparse.Namespace) -> int:
         raise _not_loadable("model", known.model, error) from None
     print(printable(text, keep="\n\t"))
     return 0
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def _recipe(known: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +159,10 @@ def recipe_of(request: Request) -> tuple[Config, bool]:
             f"--data must name files to evaluate on, got none, and {request.model} is in no run, which would say what it held out; add it"
         )
     recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
-    data: dict[str, Any] = dict(recipe.get("data", {})) | {"chat_template": None}  # the tokenizer has it
+    data: dict[str, Any] = dict(recipe.get("data", {})) | {
+        "chat_template": None,
+        "chat_template_date": None,
+    }  # the tokenizer has them
     if not request.data and (data.get("mixture") or data.get("streaming")):
         kind = "mixture" if data.get("mixture") else "stream"
         raise ConfigError(
@@ -239,6 +243,7 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
     from tqdm import tqdm
 
     from acc_lm import runtime
+    from acc_lm.chat import day_of
     from acc_lm.optimizer import build_optimizer
     from acc_lm.scoring import build_scored_model, read_documents, score, write_rows
     from acc_lm.tokenizer import load_tokenizer
@@ -252,10 +257,11 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
     def bar(what: str, total: int | None, unit: str) -> Any:
         return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None if is_main else True)
 
+    day = runtime.on_main(accelerator, lambda: day_of(tokenizer) or date.today().isoformat())
     with bar("tokenise", None, "B") as shown:
         text = read_documents(
             config.data, tokenizer, config.seed, held_out=held_out, references_column=request.references_column,
-            progress=shown.update,
+            progress=shown.update, day=day,
         )  # fmt: skip
     if request.generate and text.plan is None:
         raise ConfigError(
@@ -281,7 +287,7 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
         "bytes": int(scores.num_bytes.sum()),
         "loss": result.loss,
         "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte if math.isfinite(result.bits_per_byte) else None,
+        "bits_per_byte": result.bits_per_byte,
         "token_accuracy": result.token_accuracy,
     }
     prompts: list[Prompt] = []
