@@ -496,6 +496,26 @@ class ScheduleConfig(Section):
                 f"min_learning_rate must be 0 for schedule {self.name}, got {self.min_learning_rate}; "
                 f"it belongs to {', '.join(served)}; others take schedule.arguments"
             )
+        given = [key for key in ("min_lr", "min_lr_rate") if key in self.arguments]
+        if self.min_learning_rate > 0 and given:
+            raise ValueError(
+                f"min_learning_rate must be 0 beside arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_has_no_warmup(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "constant":
+            return {"warmup_steps": 0, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _warmup_is_used(self) -> ScheduleConfig:
+        if self.name == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps must be 0 for schedule constant, got {self.warmup_steps}; set it to 0, or name=constant_with_warmup"
+            )
         return self
 
 
