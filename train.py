@@ -68,6 +68,10 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     found = retention.Found(None)
     if mode != Mode.DRY_RUN:
         found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint)
+    if mode == Mode.TRAIN and (line := resuming.already_complete(accelerator, output_dir, config)):
+        say(line)
+        runtime.close(accelerator)
+        return 0
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(
             f"--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint in {output_dir}"
@@ -115,8 +119,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
-    if is_main and mode == Mode.TRAIN:
-        resuming.begin(output_dir, found, progress.step, config, data.tokenizer, runtime.environment(identity))
+    if is_main and mode != Mode.DRY_RUN:
+        environment = runtime.environment(identity)
+        resuming.begin(output_dir, found, config, data.tokenizer, environment, trains=mode == Mode.TRAIN)
     best_metric = config.checkpoint.best_metric
     early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
     speed = Speed(accelerator, config, identity, model, model_facts.flops, memory, progress, num_steps)

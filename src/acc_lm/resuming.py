@@ -13,19 +13,20 @@ from torch import nn
 from acc_lm import history
 from acc_lm.checkpoint import load_checkpoint
 from acc_lm.config import CheckpointConfig, Config, learned_changes
-from acc_lm.errors import CheckpointError, DivergedError
-from acc_lm.recipe import dump_config
+from acc_lm.errors import CheckpointError, ConfigError, DivergedError
+from acc_lm.recipe import dump_config, load_config
 from acc_lm.retention import (
     Checkpoint,
     Found,
     best_checkpoint,
     find_checkpoint,
+    is_own,
     open_checkpoint,
     problem_with,
     set_aside,
 )
 from acc_lm.runtime import on_main
-from acc_lm.summary import write_json
+from acc_lm.summary import ENVIRONMENT, read_summary, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,15 +117,75 @@ def _next_name(output_dir: str) -> str:
     return f"{stem}-{int(number) + 1}" if dash and number.isdigit() else f"{output_dir}-2"
 
 
+def already_complete(accelerator: Accelerator, output_dir: Path, config: Config) -> str | None:
+    """The line that ends the start of a run which was finished and has lost its checkpoints since; None for any other.
+
+    Without a checkpoint it would begin anew, over its own record and its model.
+
+    Raises:
+        ConfigError, CheckpointError: it was finished by another recipe, or it is not known whether it was.
+    """
+    return on_main(accelerator, lambda: _already_complete(output_dir, config))
+
+
+def _already_complete(output_dir: Path, config: Config) -> str | None:
+    final, summary = output_dir / "final", read_summary(output_dir)
+    if not final.is_dir() or not any(final.iterdir()) or any((output_dir / "checkpoints").glob("step-*")):
+        return None
+    ways = f"choose another output_dir (output_dir={_next_name(config.output_dir)}), or remove {final} to start from scratch"
+    if config.checkpoint.resume == "never":
+        raise ConfigError(
+            f"checkpoint.resume must be auto for {output_dir}, which holds a finished run, got never; {ways}"
+        )
+    try:
+        if "exported_step" not in summary:
+            raise ConfigError("no word of it in summary.json")
+        old = load_config(output_dir / "config.yaml").model_dump(mode="json")
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{final} must be the end of a run that is known, got one without checkpoints: {error.problems[0]}; {ways}"
+        ) from None
+    new = config.model_dump(mode="json")
+    changes = learned_changes(old, new)
+    for section, key in (("training", "max_steps"), ("training", "num_epochs"), ("checkpoint", "resume")):
+        was, now = old[section][key], new[section][key]
+        if was != now and now != "auto":
+            changes[f"{section}.{key}"] = (was, now)
+    if changes:
+        raise CheckpointError(
+            *(
+                f"{final} was made by another recipe: {key} was {was!r}, is {now!r}"
+                for key, (was, now) in changes.items()
+            ),
+            f"there is no checkpoint of it to go on from; {ways}",
+        )
+    return f"already complete: step {summary.get('step')}, exported to {final}; its checkpoints are gone, and nothing was changed"
+
+
 def begin(
-    output_dir: Path, found: Found, step: int, config: Config, tokenizer: PreTrainedTokenizerBase, facts: dict[str, Any]
+    output_dir: Path,
+    found: Found,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: dict[str, Any],
+    *,
+    trains: bool,
 ) -> None:
-    """On the main process: put aside what the run does not go on from, and write down what it is."""
+    """On the main process: put aside what the run does not go on from, and write down what it is.
+
+    Args:
+        trains: else it only evaluates, and whatever is there stays as it is.
+    """
+    if trains or not (output_dir / ENVIRONMENT).exists():
+        write_json(output_dir / ENVIRONMENT, facts)  # first: a folder without it is not taken for that of a run
+    if not trains:
+        return
     set_aside(output_dir, found)
-    history.keep_until(output_dir, step)
-    (output_dir / "config.yaml").write_text(dump_config(config))
+    step = found.checkpoint.progress.step if found.checkpoint else 0
+    is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
+    history.keep_until(output_dir, -1 if is_elsewhere else step)  # what is recorded here is of another course then
+    (output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     tokenizer.save_pretrained(output_dir / "tokenizer")
-    write_json(output_dir / "environment.json", facts)
 
 
 def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:

@@ -47,7 +47,11 @@ def build_schedule(
     if name.endswith("min_lr") and "min_lr_rate" not in arguments:
         arguments.setdefault("min_lr", config.min_learning_rate * scale)
     decay = arguments.get("num_decay_steps", 0)
-    if isinstance(decay, (int, float)) and arguments.get("num_stable_steps") is None and decay > length - config.warmup_steps:
+    if (
+        isinstance(decay, (int, float))
+        and arguments.get("num_stable_steps") is None
+        and decay > length - config.warmup_steps
+    ):
         raise ConfigError(
             f"schedule.arguments.num_decay_steps must be at most the {length - config.warmup_steps:g} steps after the warmup, got {decay:g}, "
             "of which the run would begin in the middle; lower it"
