@@ -112,16 +112,15 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         training, notes = config.training, [*notes, *lines]
     check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
-    progress, resumed_from = Progress(), None
+    progress, resumed_from, origin = Progress(), None, resuming.origin_of(data.tokenizer, model_facts.base)
     if found.checkpoint:
-        resuming.check_same_text(found.checkpoint, config, data.key)
+        resuming.check_same_origin(found.checkpoint, config, data.key, origin)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
     if is_main and mode != Mode.DRY_RUN:
-        environment = runtime.environment(identity)
-        resuming.begin(output_dir, found, config, data.tokenizer, environment, trains=mode == Mode.TRAIN)
+        resuming.begin(output_dir, found, config, data.tokenizer, identity, trains=mode == Mode.TRAIN)
     best_metric = config.checkpoint.best_metric
     early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
     speed = Speed(accelerator, config, identity, model, model_facts.flops, memory, progress, num_steps)
@@ -253,7 +252,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             measured = result.metrics() if result else None
             if request or early_stopping.reason or due.saves(step) or (measured and saver.is_among_best(measured)):
                 watch.look(step)  # what has diverged is not saved
-                state = watch.state | epochs.state | early_stopping.state
+                state = watch.state | epochs.state | early_stopping.state | origin
                 streams = data.stream_states()
                 with memory.phase("saving"):
                     saver.save(model, optimizer, progress, measured, state, streams=streams, at_once=bool(request))

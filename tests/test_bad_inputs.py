@@ -290,7 +290,9 @@ def test_an_output_folder_with_what_no_run_wrote_is_refused_untouched(name: str,
     assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == before
 
 
-def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(tiny: list[str], tmp_path: Path) -> None:
+def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An empty folder to save in, a log of the scheduler, what an evaluation or a failed attempt left, a kill while it begins."""
     foreign("final/thesis.txt")(tmp_path / "run")
     assert len(run_training(tiny, expect=2).errors) == 1
@@ -312,7 +314,8 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(tin
     assert not (tmp_path / "run/config.yaml").exists()
     summary.check_output_dir(tmp_path / "run")
     (tmp_path / "evaluated").mkdir()
-    resuming.begin(tmp_path / "evaluated", Found(None), None, None, {"strategy": "single"}, trains=False)
+    monkeypatch.setattr(resuming, "environment", lambda identity: {"strategy": "single"})
+    resuming.begin(tmp_path / "evaluated", Found(None), None, None, None, trains=False)
     history.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
     summary.check_output_dir(tmp_path / "evaluated")
 

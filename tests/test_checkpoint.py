@@ -17,11 +17,13 @@ from processes import ROOT, launcher_environment, run_everywhere, run_training, 
 from test_resume import different, tensors_of, wait_for
 
 from acc_lm import resuming, retention
+from acc_lm.config import TokenizerConfig
 from acc_lm.errors import CheckpointError, ConfigError
 from acc_lm.history import read
 from acc_lm.recipe import load_config
-from acc_lm.retention import FORMAT, MANIFEST, STATE, problem_with
+from acc_lm.retention import FORMAT, MANIFEST, STATE, Checkpoint, problem_with
 from acc_lm.summary import write_failure
+from acc_lm.tokenizer import make_tokenizer
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 
@@ -411,6 +413,41 @@ def test_other_text_under_the_same_name_is_refused(run: Path, tiny: list[str], t
         assert "must have been trained on this text, got other text" in finished.errors[0]
     finally:
         text_file.write_text(original)
+
+
+def test_text_tokenizer_and_base_are_known_by_content_wherever_they_are(
+    finished_run: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    """On another machine everything lies elsewhere; other weights are another base, in one line."""
+    for name in ("here", "there", "changed"):
+        shutil.copytree(finished_run / "final", tmp_path / name)
+    shutil.copy(text_file, tmp_path / "there")
+    flip_a_byte(tmp_path / "changed/model.safetensors")
+    here = [f"model.name_or_path={tmp_path}/here", f"tokenizer.name_or_path={tmp_path}/here"]
+    run_training([*tiny, "model.config=null", *here, "training.max_steps=2"])
+    there = [word.replace("/here", "/there") for word in here]
+    there.append(f"data.files={tmp_path}/there/{text_file.name}")
+    moved = run_training([*tiny, "model.config=null", *there, "training.max_steps=3"])
+    assert "step-00000002 at step 2" in moved.output
+    changed = [*here, f"model.name_or_path={tmp_path}/changed"]
+    refused = run_training([*tiny, "model.config=null", *changed, "training.max_steps=4"], expect=5)
+    (line,) = refused.errors
+    assert (
+        f"step-00000003 must have begun from the base model at {tmp_path}/changed, got one that began from other"
+        in line
+    )
+
+
+def test_ids_that_stand_for_other_tokens_cannot_be_allowed(tiny: list[str], tmp_path: Path) -> None:
+    """As those of a tokenizer made from the text do, when the text is another one."""
+    config = load_config(Path(tiny[1]), [tiny[2], "checkpoint.allow_changed_recipe=true"])
+    old, new = (make_tokenizer(TokenizerConfig(kind="char"), [text]) for text in ("abc", "abd"))
+    checkpoint = Checkpoint(tmp_path, {"data_key": "x", **resuming.origin_of(old, "")})
+    resuming.check_same_origin(checkpoint, config, "y", resuming.origin_of(old, ""))
+    with pytest.raises(
+        CheckpointError, match="trained with this tokenizer, got one in which ids stand for other tokens"
+    ):
+        resuming.check_same_origin(checkpoint, config, "y", resuming.origin_of(new, ""))
 
 
 def test_newest_and_best_are_kept_and_known(tiny: list[str], tmp_path: Path) -> None:

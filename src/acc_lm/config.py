@@ -772,7 +772,19 @@ NOT_LEARNED = (
     "training.deterministic",
     "training.cudnn_attention",
     "model.gradient_checkpointing",
+    # Places: what is found there is known by its content, the text and the tokenizer by the key of the rows, the base
+    # model by the checksum of its weights.
+    "data.files",
+    "data.eval_files",
+    "data.dataset",
+    "data.chat_template",
+    "tokenizer.name_or_path",
+    "model.name_or_path",
+    "model.revision",
+    "model.trust_remote_code",
 )
+LEARNED = ("distributed.comm_hook", "distributed.comm_hook_arguments")
+"""Keys in a section of those that change the numbers all the same."""
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -797,7 +809,9 @@ def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple
     before, after = flatten(old), flatten(new)
     changes = {}
     for key in sorted(before.keys() | after.keys()):
-        if any(key == free or key.startswith(free + ".") for free in NOT_LEARNED):
+        name = re.sub(r"^data\.mixture\.\d+\.", "data.", key)
+        is_free, is_learned = (any(f"{name}.".startswith(f"{k}.") for k in keys) for keys in (NOT_LEARNED, LEARNED))
+        if is_free and not is_learned:
             continue
         was, now = before.get(key), after.get(key)
         longer = key in ("training.max_steps", "training.num_epochs") and was and now and now > was

@@ -60,7 +60,7 @@ class ModelFacts:
     dropout: float
     flops: Flops
     base: str = ""
-    """Checksum of the weights before training, where an adapter stands beside them."""
+    """Checksum of the weights before training, of a model that was trained before; else empty."""
 
 
 class LossHead(nn.Linear):
@@ -170,7 +170,7 @@ def build_model(
     else:
         model = _load_pretrained(config)
     attention, loss = make_ready(model, config, tokenizer, sequence_length, packs)
-    base = weights_checksum(model) if adapter.kind != "none" else ""
+    base = weights_checksum(model) if config.config is None else ""
     _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
     facts = ModelFacts(

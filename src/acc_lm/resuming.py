@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from pydantic import ValidationError
 from torch import nn
 
@@ -25,7 +26,7 @@ from acc_lm.retention import (
     problem_with,
     set_aside,
 )
-from acc_lm.runtime import on_main
+from acc_lm.runtime import Identity, environment, on_main
 from acc_lm.summary import ENVIRONMENT, read_summary, write_json
 
 if TYPE_CHECKING:
@@ -91,16 +92,39 @@ def check_same_recipe(
     return notes
 
 
-def check_same_text(checkpoint: Checkpoint, config: Config, data_key: str) -> None:
-    """Refuse a checkpoint that was trained on other rows.
+def origin_of(tokenizer: PreTrainedTokenizerBase, base: str) -> dict[str, str]:
+    """What else a checkpoint says of where its run began: by its content, for places may change.
+
+    Args:
+        base: checksum of the weights that `model.name_or_path` has; empty for a model from scratch.
+    """
+    ids = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return {"base_weights": base, "vocabulary": xxhash.xxh3_128_hexdigest(repr((ids, tokenizer.eos_token_id)).encode())}
+
+
+def check_same_origin(checkpoint: Checkpoint, config: Config, data_key: str, origin: dict[str, str]) -> None:
+    """Refuse a checkpoint that was trained on other rows, with other ids, or from another base model.
 
     Raises:
         CheckpointError: with the ways out.
     """
-    if checkpoint.state["data_key"] != data_key and not config.checkpoint.allow_changed_recipe:
+    state, other = checkpoint.state, f"choose another output_dir (output_dir={_next_name(config.output_dir)})"
+    if state.get("vocabulary", origin["vocabulary"]) != origin["vocabulary"]:
+        raise CheckpointError(
+            f"{checkpoint.folder} must have been trained with this tokenizer, got one in which ids stand for other tokens; put that back, or {other}"
+        )
+    if config.checkpoint.allow_changed_recipe:
+        return
+    if state["data_key"] != data_key:
         raise CheckpointError(
             f"{checkpoint.folder} must have been trained on this text, got other text (its content or its tokenizer changed); "
-            f"choose another output_dir (output_dir={_next_name(config.output_dir)}), or checkpoint.allow_changed_recipe=true"
+            f"{other}, or checkpoint.allow_changed_recipe=true"
+        )
+    # Of an adapter, whose base is not in its checkpoint, nothing else is ever loaded: `load_checkpoint` says so.
+    if state.get("base") is None and state.get("base_weights", origin["base_weights"]) != origin["base_weights"]:
+        raise CheckpointError(
+            f"{checkpoint.folder} must have begun from the base model at {config.model.name_or_path}, got one that began from other weights; "
+            f"put those back, {other}, or checkpoint.allow_changed_recipe=true"
         )
 
 
@@ -167,7 +191,7 @@ def begin(
     found: Found,
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    facts: dict[str, Any],
+    identity: Identity,
     *,
     trains: bool,
 ) -> None:
@@ -177,7 +201,9 @@ def begin(
         trains: else it only evaluates, and whatever is there stays as it is.
     """
     if trains or not (output_dir / ENVIRONMENT).exists():
-        write_json(output_dir / ENVIRONMENT, facts)  # first: a folder without it is not taken for that of a run
+        write_json(
+            output_dir / ENVIRONMENT, environment(identity)
+        )  # first: a folder without it is not taken for that of a run
     if not trains:
         return
     set_aside(output_dir, found)
