@@ -68,6 +68,10 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     found = retention.Found(None)
     if mode != Mode.DRY_RUN:
         found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint)
+    if mode == Mode.TRAIN and (line := resuming.already_complete(accelerator, output_dir, config)):
+        say(line)
+        runtime.close(accelerator)
+        return 0
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(
             f"--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint in {output_dir}"
@@ -112,15 +116,15 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         training, notes = config.training, [*notes, *lines]
     check_disk_space(output_dir, model, config.checkpoint, num_steps)
 
-    progress, resumed_from = Progress(), None
+    progress, resumed_from, origin = Progress(), None, resuming.origin_of(data.tokenizer, model_facts.base)
     if found.checkpoint:
-        resuming.check_same_text(found.checkpoint, config, data.key)
+        resuming.check_same_origin(found.checkpoint, config, data.key, origin)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
-    if is_main and mode == Mode.TRAIN:
-        resuming.begin(output_dir, found, progress.step, config, data.tokenizer, runtime.environment(identity))
+    if is_main and mode != Mode.DRY_RUN:
+        resuming.begin(output_dir, found, config, data.tokenizer, identity, trains=mode == Mode.TRAIN)
     best_metric = config.checkpoint.best_metric
     early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
     speed = Speed(accelerator, config, identity, model, model_facts.flops, memory, progress, num_steps)
@@ -253,7 +257,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             measured = result.metrics() if result else None
             if request or early_stopping.reason or due.saves(step) or (measured and saver.is_among_best(measured)):
                 watch.look(step)  # what has diverged is not saved
-                state = watch.state | epochs.state | early_stopping.state
+                state = watch.state | epochs.state | early_stopping.state | origin
                 streams = data.stream_states()
                 with memory.phase("saving"):
                     saver.save(model, optimizer, progress, measured, state, streams=streams, at_once=bool(request))

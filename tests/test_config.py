@@ -267,6 +267,11 @@ def test_what_is_learned_is_told_from_how_it_is_run() -> None:
         "seed": (42, 1),
     }
     assert "model.config.hidden_size" in changes("model.config.hidden_size=64")
+    assert changes("distributed.comm_hook=fp16") == {"distributed.comm_hook": ("none", "fp16")}, "other numbers"
+    places = ("data.files=[x]", "data.source=files", "tokenizer.name_or_path=y", "model.trust_remote_code=true")
+    assert changes(*places) == {"data.source": ("python_stdlib", "files")}, "what is there is known by its content"
+    one, other = ({"data": {"mixture": [{"files": [name], "weight": 1}]}} for name in "xy")
+    assert learned_changes(one, other) == {}
 
 
 def test_defaults_are_those_of_the_design() -> None:

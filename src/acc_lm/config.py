@@ -521,6 +521,26 @@ class ScheduleConfig(Section):
                 f"min_learning_rate must be 0 for schedule {self.name}, got {self.min_learning_rate}; "
                 f"it belongs to {', '.join(served)}; others take schedule.arguments"
             )
+        given = [key for key in ("min_lr", "min_lr_rate") if key in self.arguments]
+        if self.min_learning_rate > 0 and given:
+            raise ValueError(
+                f"min_learning_rate must be 0 beside arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_has_no_warmup(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "constant":
+            return {"warmup_steps": 0, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _warmup_is_used(self) -> ScheduleConfig:
+        if self.name == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps must be 0 for schedule constant, got {self.warmup_steps}; set it to 0, or name=constant_with_warmup"
+            )
         return self
 
 
@@ -777,7 +797,19 @@ NOT_LEARNED = (
     "training.deterministic",
     "training.cudnn_attention",
     "model.gradient_checkpointing",
+    # Places: what is found there is known by its content, the text and the tokenizer by the key of the rows, the base
+    # model by the checksum of its weights.
+    "data.files",
+    "data.eval_files",
+    "data.dataset",
+    "data.chat_template",
+    "tokenizer.name_or_path",
+    "model.name_or_path",
+    "model.revision",
+    "model.trust_remote_code",
 )
+LEARNED = ("distributed.comm_hook", "distributed.comm_hook_arguments")
+"""Keys in a section of those that change the numbers all the same."""
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -802,7 +834,9 @@ def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple
     before, after = flatten(old), flatten(new)
     changes = {}
     for key in sorted(before.keys() | after.keys()):
-        if any(key == free or key.startswith(free + ".") for free in NOT_LEARNED):
+        name = re.sub(r"^data\.mixture\.\d+\.", "data.", key)
+        is_free, is_learned = (any(f"{name}.".startswith(f"{k}.") for k in keys) for keys in (NOT_LEARNED, LEARNED))
+        if is_free and not is_learned:
             continue
         was, now = before.get(key), after.get(key)
         longer = key in ("training.max_steps", "training.num_epochs") and was and now and now > was

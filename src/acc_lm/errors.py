@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import sys
@@ -128,6 +129,12 @@ def print_problems(error: UserError) -> None:
         print(f"error: only process {os.environ['RANK']} met this:", file=sys.stderr)
     for problem in error.problems:
         print(f"error: {printable(redact(problem))}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Print a line for something that this machine cannot do and the run goes on without."""
+    print(f"warning: {printable(redact(text))}", file=sys.stderr, flush=True)
 
 
 EXIT_PREEMPTED = Preempted.exit_code

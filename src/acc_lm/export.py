@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from acc_lm.evaluation import EvaluationResult
 from acc_lm.model import refuse_kernels
 from acc_lm.recipe import dump_config
 from acc_lm.redaction import CONTROL
+from acc_lm.retention import free_name
 from acc_lm.runtime import (
     WEIGHT,
     Piece,
@@ -65,16 +67,25 @@ def export_model(
             save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
         tokenizer.save_pretrained(work)
         num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
-        (work / "README.md").write_text(model_card(config, facts, result, step, num_parameters))
+        card = model_card(config, facts, result, step, num_parameters)
+        (work / "README.md").write_text(card, encoding="utf-8")
         for file in work.rglob("*"):
             if file.is_file():
                 make_readable(file)
-        if folder.exists():
+        if strangers(folder, work):
+            folder.rename(free_name(folder))
+        elif folder.exists():
             shutil.rmtree(folder)
         work.rename(folder)
 
     on_main(accelerator, write)
     return folder
+
+
+def strangers(folder: Path, made: Path) -> bool:
+    """Whether a folder that is to be replaced holds files that the new one does not have, which somebody put there."""
+    old, new = ({path.relative_to(each) for path in each.rglob("*") if path.is_file()} for each in (folder, made))
+    return not old <= new
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -213,8 +224,7 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
     if output.exists():
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
     model = load_exported(folder).float().merge_and_unload().to(dtype)  # summed in float32, whatever comes of it
-    work = output.with_name(f"tmp-{output.name}")
-    shutil.rmtree(work, ignore_errors=True)
+    work = output.with_name(f".tmp-{output.name}-{os.getpid()}")
     model.save_pretrained(work)
     AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(work)
     for file in work.rglob("*"):

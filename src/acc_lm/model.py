@@ -61,7 +61,7 @@ class ModelFacts:
     dropout: float
     flops: Flops
     base: str = ""
-    """Checksum of the weights before training, where an adapter stands beside them."""
+    """Checksum of the weights before training, of a model that was trained before; else empty."""
     router: Router | None = None
     """Of a mixture of experts that is trained with its load-balancing loss."""
 
@@ -196,7 +196,7 @@ def build_model(
     with _must_run("model"):
         router = find_router(model, config.router_loss)
     attention, loss = make_ready(model, config, tokenizer, sequence_length, packs)
-    base = weights_checksum(model) if adapter.kind != "none" else ""
+    base = weights_checksum(model) if config.config is None else ""
     _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
     facts = ModelFacts(

@@ -106,9 +106,23 @@ def _link(link: Path, folder: Path) -> None:
 
 
 def _remove_copy(link: Path) -> None:
-    """What stands in a link's place in a run that was copied as if links were folders."""
-    if link.is_dir() and not link.is_symlink():
+    """Clear a link's place of the folder that is there in a run which was copied as if links were folders; what else is there stays."""
+    if link.is_symlink() or not link.exists():
+        return
+    if (link / MANIFEST).is_file():
         shutil.rmtree(link)
+    else:
+        link.rename(free_name(link))
+
+
+def free_name(path: Path) -> Path:
+    """`aside-NAME` beside it, with a number where that is taken."""
+    aside = path.with_name(f"aside-{path.name}")
+    number = 1
+    while aside.exists() or aside.is_symlink():
+        number += 1
+        aside = path.with_name(f"aside-{path.name}-{number}")
+    return aside
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -319,25 +333,29 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def set_aside(output_dir: Path, found: Found) -> list[Path]:
     """Rename checkpoints that do not lead to the one a run goes on from: newer, damaged, or of another course.
 
-    Nothing is deleted, but they must neither be found again nor count as newest in the rotation.
+    Nothing is deleted, but they must neither be found again nor count as newest in the rotation. Of the record, which
+    goes on from there too, a copy is kept where another course is left.
     """
     root = output_dir / "checkpoints"
     moved = []
-    after_step = -1
-    if found.checkpoint and found.checkpoint.folder.parent == root.resolve():
-        after_step = found.checkpoint.progress.step
-    for leftover in root.glob("tmp-*"):
+    after_step = found.checkpoint.progress.step if found.checkpoint and is_own(output_dir, found.checkpoint) else -1
+    for leftover in (*root.glob("tmp-step-*"), *root.glob("tmp-latest"), *root.glob("tmp-best")):
         shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-    for step, folder in _step_folders(root):
-        if step > after_step:
-            target = root / f"aside-{folder.name}"
-            number = 1
-            while target.exists():
-                number += 1
-                target = root / f"aside-{folder.name}-{number}"
-            folder.rename(target)
-            moved.append(target)
+    left = [folder for step, folder in _step_folders(root) if step > after_step]
+    if {*left} - {folder for folder, _ in found.damaged}:
+        for file in (output_dir / history.FILE, output_dir / history.SAMPLES):
+            if file.is_file():
+                shutil.copyfile(file, free_name(file))
+    for folder in left:
+        target = free_name(folder)
+        folder.rename(target)
+        moved.append(target)
     return moved
+
+
+def is_own(output_dir: Path, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint is in the folder of the run, and not where `checkpoint.resume` has found it."""
+    return checkpoint.folder.parent == (output_dir / "checkpoints").resolve()
 
 
 def checksum(file: Path) -> str:

@@ -16,26 +16,32 @@ from typing import Any
 
 from acc_lm import history
 from acc_lm.config import EVALUATION_METRICS
-from acc_lm.errors import ConfigError, is_main_process
+from acc_lm.errors import ConfigError, is_main_process, warn_once
 from acc_lm.redaction import redact
 
 FILE = "summary.json"
 LOCK = ".lock"
 WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
 """What a run writes beside its checkpoints and its trackers' folders, which may be links to another disk."""
+ENVIRONMENT = "environment.json"
+"""The first file that a run writes into its folder; by it the folder is known as a run's."""
+FILES = ("config.yaml", ENVIRONMENT, history.FILE, history.SAMPLES, FILE, history.PICTURE, LOCK)
+FOLDERS = ("checkpoints", "final", "tmp-final", "tokenizer", "profile")
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Replace a JSON file in one go; what is no number in it becomes null, for JSON has no others."""
+    """Replace a JSON file in one go; after a power cut it is the old one or the new one."""
     temporary = file.with_name(f".{file.name}")
-    finite = json.loads(json.dumps(values, default=str), parse_constant=lambda _: None)
-    temporary.write_text(json.dumps(finite, indent=1) + "\n")
+    with temporary.open("w") as stream:
+        stream.write(history.to_json(values, indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(temporary, file)
 
 
 def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str | None = None, **facts: Any) -> None:
     """Status and figures of the run; the losses come from `metrics.jsonl`."""
-    previous = _previous(output_dir)
+    attempt = read_summary(output_dir).get("attempt")
     entries = history.read(output_dir)
     _, train = history.series(entries, "train/loss")
     write_json(
@@ -44,7 +50,7 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "status": status,
             "exit_code": exit_code,
             "reason": reason,
-            "attempt": previous.get("attempt", 0) + 1,
+            "attempt": (attempt if isinstance(attempt, int) else 0) + 1,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": platform.node(),
             "rank": int(os.environ.get("RANK", "0")),
@@ -96,11 +102,11 @@ def write_failure(
         "evaluation_sets",
         "epochs",
     )
-    with contextlib.suppress(OSError):  # a disk that is full must not hide the error that led here
+    with contextlib.suppress(Exception):  # nothing, a full disk for instance, may hide the error that led here
         file = Path(output_dir) / FILE
         is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
         if Path(output_dir).is_dir() and not is_said:
-            facts = {key: value for key, value in _previous(Path(output_dir)).items() if key not in own}
+            facts = {key: value for key, value in read_summary(Path(output_dir)).items() if key not in own}
             write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=redact(reason), **facts)
 
 
@@ -112,7 +118,8 @@ def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
         alone: no other run may have it until the context ends.
 
     Raises:
-        ConfigError: it is a file, cannot be written, is in use, or a link in it would lead what is written elsewhere.
+        ConfigError: it is a file, cannot be written, is in use, holds what no run wrote, or a link in it would lead what is
+            written elsewhere.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -128,6 +135,8 @@ def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
         raise ConfigError(
             *(f"{link} must be the run's own, got a link to {os.readlink(link)!r}; remove it" for link in links)
         )
+    if is_main_process():
+        check_output_dir(output_dir)
     if not alone or not is_main_process():
         yield
         return
@@ -142,7 +151,10 @@ def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
                     f"output_dir must be in use by one run at a time, got {output_dir}, which {lock.read().strip() or 'another process'} "
                     "writes to; wait for its end, or choose another"
                 ) from None
-        else:  # a file system without locks is no reason not to train
+            warn_once(
+                f"{output_dir} is on a file system without locks ({error.strerror}): no second run would be refused there"
+            )
+        else:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {platform.node()}")
             lock.flush()
@@ -153,9 +165,54 @@ def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
                 (output_dir / LOCK).unlink()
 
 
-def _previous(output_dir: Path) -> dict[str, Any]:
+def read_summary(output_dir: Path) -> dict[str, Any]:
+    """The summary that is there; empty when there is none, or none that can be read."""
+    return _read_json(output_dir / FILE)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads((output_dir / FILE).read_text())
+        values = json.loads(file.read_text())
         return values if isinstance(values, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """Refuse a folder in which a run would overwrite or delete what no run wrote.
+
+    Raises:
+        ConfigError: it holds a file or a folder under one of the names that a run writes, and is not the folder of a run; or
+            one of them is of the wrong kind.
+    """
+    for name in (*FOLDERS, *FILES):
+        path, kind = output_dir / name, "folder" if name in FOLDERS else "file"
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(
+                f"{path} must lead to a {kind}, got a link to {os.readlink(path)!r}, where there is nothing; make that {kind}, or remove the link"
+            )
+        if path.exists() and path.is_dir() != (kind == "folder"):
+            raise ConfigError(
+                f"{path} must be a {kind}, got something else; move it away, or choose another output_dir"
+            )
+    if _is_of_a_run(output_dir):
+        return
+    there = [name for name in (*FILES, *FOLDERS) if _holds_something(output_dir / name) and name != LOCK]
+    if there:
+        raise ConfigError(
+            f"output_dir must be a new folder or that of a run, got {output_dir}, which holds {', '.join(there)} that no run of acc-lm wrote; "
+            "move that away, or choose another output_dir"
+        )
+
+
+def _is_of_a_run(output_dir: Path) -> bool:
+    """Whether a run, or an attempt that ended before its first step, has written there."""
+    return (
+        "strategy" in _read_json(output_dir / ENVIRONMENT)
+        or {"status", "exit_code", "attempt"} <= read_summary(output_dir).keys()
+        or any((output_dir / "checkpoints").glob("step-*"))
+    )
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()

@@ -16,7 +16,7 @@ from typing import Any
 from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.errors import ConfigError, CrashLoopError
 from acc_lm.stop import SIGNALS
-from acc_lm.summary import FILE, write_failure
+from acc_lm.summary import FILE, check_output_dir, write_failure
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no word"}
@@ -61,7 +61,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             running = None
             _wait_for_what_it_left(patience)
             summary = _summary(output_dir)
-            if summary == summary_before:
+            if summary == summary_before and (code or summary.get("status") != "completed"):
                 summary = KILLED | {"exit_code": code if code >= 0 else 128 - code}
             step = _newest_step(output_dir)
             reason = f" ({summary['reason']})" if summary["reason"] else ""
@@ -108,6 +108,7 @@ def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
             "the command after -- must train, got --dry-run, --eval-only or --print-config; run it by itself"
         )
     config, _ = parsed
+    check_output_dir(Path(config.output_dir))
     return Path(config.output_dir), config.distributed.timeout_seconds
 
 
