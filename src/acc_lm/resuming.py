@@ -29,7 +29,8 @@ from acc_lm.summary import write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase
+
+    from acc_lm.data import Data
 
 
 def check_same_recipe(
@@ -116,15 +117,13 @@ def _next_name(output_dir: str) -> str:
     return f"{stem}-{int(number) + 1}" if dash and number.isdigit() else f"{output_dir}-2"
 
 
-def begin(
-    output_dir: Path, found: Found, step: int, config: Config, tokenizer: PreTrainedTokenizerBase, facts: dict[str, Any]
-) -> None:
+def begin(output_dir: Path, found: Found, step: int, config: Config, data: Data, facts: dict[str, Any]) -> None:
     """On the main process: put aside what the run does not go on from, and write down what it is."""
     set_aside(output_dir, found)
     history.keep_until(output_dir, step)
     (output_dir / "config.yaml").write_text(dump_config(config))
-    tokenizer.save_pretrained(output_dir / "tokenizer")
-    write_json(output_dir / "environment.json", facts)
+    data.tokenizer.save_pretrained(output_dir / "tokenizer")
+    write_json(output_dir / "environment.json", {**facts, "text_key": data.text_key})
 
 
 def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:
