@@ -124,7 +124,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
     if is_main and mode != Mode.DRY_RUN:
-        resuming.begin(output_dir, found, config, data.tokenizer, identity, trains=mode == Mode.TRAIN)
+        resuming.begin(output_dir, found, config, data, identity, trains=mode == Mode.TRAIN)
     best_metric = config.checkpoint.best_metric
     early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
     speed = Speed(accelerator, config, identity, model, model_facts.flops, memory, progress, num_steps)
@@ -304,7 +304,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         say(f"final/ holds the weights of step {step}, the best by {best_metric}")
     if result is None:
         result = evaluate()
-    final = export_model(accelerator, model, optimizer, data.tokenizer, config, data.facts, result.held_out, step)
+    final = export_model(accelerator, model, optimizer, data, config, result.held_out, step, progress.step)
     if is_main:
         bits_per_byte = data.facts.beside_compressors(result.held_out.bits_per_byte, result.held_out.num_targets)
         facts |= {"exported_step": step, "bits_per_byte": bits_per_byte, "final": final}

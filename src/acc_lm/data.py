@@ -131,6 +131,8 @@ class Data:
     facts: DataFacts
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
+    text_key: str = ""
+    """Hash of the documents and of which are held out, whatever tokenizes them; empty for mixtures and streams."""
     evaluation_sets: dict[str, Rows | PackedRows | MixedRows] = field(default_factory=dict)
     """More text to evaluate on, by name; never a part of `key`, so that a run may go on with others."""
     set_facts: dict[str, SetFacts] = field(default_factory=dict)
@@ -255,7 +257,7 @@ def _build_any(
         return _build_stream(config, tokenizer_config, tokenizer, seed, is_main_process)
     plan = plan_of(config, day)
     corpus = open_corpus(config, seed, plan.read if plan else None)
-    made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
+    made_by = tokenizer_config.model_dump_json() if tokenizer is None else tokenizer_key(tokenizer)
     parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
@@ -271,10 +273,17 @@ def _build_any(
         global_batch_size,
         plan,
     )
-    return _with_sets(replace(data, shuffle=config.shuffle), config, plan, is_main_process)
+    data = replace(data, shuffle=config.shuffle, text_key=text_key(corpus, config, plan))
+    return _with_sets(data, config, plan, is_main_process)
 
 
-def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
+    """Hash of the documents and of what decides which of them are held out."""
+    parts = (FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
+    return hash_text(repr((*parts, plan.format if plan else "text")))
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return hash_text(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}")  # type: ignore[attr-defined]
 
 
@@ -343,7 +352,7 @@ def _open_set(
     tokenizer, dtype = data.tokenizer, _id_dtype(data.facts.vocab_size)
     files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}")
     read = plan.read if plan else text_in(config.text_column)
-    parts = (FORMAT, "set", content_key(files, config.text_column), _tokenizer_key(tokenizer), config.skip_bad_rows)
+    parts = (FORMAT, "set", content_key(files, config.text_column), tokenizer_key(tokenizer), config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
     def build(work: Path) -> None:
@@ -681,7 +690,7 @@ def _build_stream(
         )
     if tokenizer is None:
         tokenizer = make_tokenizer(tokenizer_config, ())
-    made_by = _tokenizer_key(tokenizer)
+    made_by = tokenizer_key(tokenizer)
     if config.source == "files":
         find_files(config.eval_files, "data.eval_files")
         held_out = config.model_copy(update={"files": config.eval_files, "eval_files": ()})

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
+    from acc_lm.data import Data
+
 
 def check_same_recipe(
     checkpoint: Checkpoint, config: Config, precision: str, num_processes: int, *, evaluates: bool = False
@@ -229,7 +231,7 @@ def begin(
     output_dir: Path,
     found: Found,
     config: Config,
-    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
     identity: Identity,
     *,
     trains: bool,
@@ -241,7 +243,7 @@ def begin(
     """
     if trains or not (output_dir / ENVIRONMENT).exists():
         write_json(
-            output_dir / ENVIRONMENT, environment(identity)
+            output_dir / ENVIRONMENT, {**environment(identity), "text_key": data.text_key}
         )  # first: a folder without it is not taken for that of a run
     if not trains:
         return
@@ -250,7 +252,7 @@ def begin(
     is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     history.keep_until(output_dir, -1 if is_elsewhere else step)  # what is recorded here is of another course then
     (output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    tokenizer.save_pretrained(output_dir / "tokenizer")
+    data.tokenizer.save_pretrained(output_dir / "tokenizer")
 
 
 def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:

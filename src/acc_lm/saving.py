@@ -259,8 +259,15 @@ def _state_of(
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "base": base_checksum(bare_model(model)),
         "model_config": bare_model(model).config.to_dict(),  # type: ignore[union-attr, operator]
+        "generation_config": _generation_config(bare_model(model)),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def _generation_config(model: Any) -> dict[str, Any] | None:
+    """How the model is asked to answer, as it would be exported; None for one that has no such thing."""
+    found = getattr(model, "generation_config", None)
+    return None if found is None else dict(json.loads(found.to_json_string()))
 
 
 def _take_snapshot(

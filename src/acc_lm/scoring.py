@@ -22,10 +22,11 @@ from acc_lm.adapter import open_adapter
 from acc_lm.chat import Conversation, ItemCounts, build_items, check, describe
 from acc_lm.config import DataConfig, ModelConfig
 from acc_lm.conversations import ChatPlan, bytes_of_targets, plan_of, template_of
+from acc_lm.data import text_key
 from acc_lm.documents import encode_each, split_documents
-from acc_lm.errors import ConfigError, DataError
+from acc_lm.errors import CheckpointError, ConfigError, DataError
 from acc_lm.evaluation import EvaluationResult
-from acc_lm.export import load_exported
+from acc_lm.export import load_exported, written_aside
 from acc_lm.losses import IGNORE_INDEX
 from acc_lm.model import build_empty_model, build_model, make_ready
 from acc_lm.order import evaluation_batches
@@ -85,6 +86,7 @@ def read_documents(
     seed: int,
     *,
     held_out: bool,
+    trained_on: str | None = None,
     references_column: str | None = None,
     progress: Callable[[int], object] = lambda num_bytes: None,
     day: str | None = None,
@@ -94,11 +96,13 @@ def read_documents(
     Args:
         day: date for a chat template that reads the clock where the recipe names none, as YYYY-MM-DD.
         held_out: only what the recipe holds out from training; else everything.
+        trained_on: `Data.text_key` of the run whose held-out text this must be; None: no run's.
         references_column: of the records, with one right answer or a list of them; None: the answer of the conversation.
         progress: called with the bytes of each document.
 
     Raises:
         DataError, ConfigError: it cannot be read, or holds nothing to score.
+        CheckpointError: it is not the text of that run.
     """
     plan = plan_of(config, day)
     references: dict[str, tuple[str, ...]] = {}
@@ -115,6 +119,11 @@ def read_documents(
         return text
 
     corpus = open_corpus(config, seed, read if plan else None)
+    if trained_on is not None and text_key(corpus, config, plan) != trained_on:
+        raise CheckpointError(
+            "the run must have been trained on this text, got other text (its content or what is held out of it changed); "
+            "put back what it was trained on, or name what to score with --data"
+        )
     if held_out:
         _, evaluation, _ = split_documents(corpus, config, can_cut=plan is None)
         documents = evaluation()
@@ -310,11 +319,6 @@ def score(
 
 def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
     """One line of JSON each, in a new file that is there as a whole or not at all."""
-    work = file.with_name(f".tmp-{file.name}")
-    try:
-        with work.open("w", encoding="utf-8") as lines:
-            for row in rows:
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-        work.rename(file)
-    finally:
-        work.unlink(missing_ok=True)
+    with written_aside(file) as work, work.open("w", encoding="utf-8") as lines:
+        for row in rows:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")

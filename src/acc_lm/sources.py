@@ -129,7 +129,8 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
             folder = os.path.dirname(full) or "."
             names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
             near = difflib.get_close_matches(os.path.basename(full), names, n=1)
-            hint = f"nearest: {os.path.join(folder, near[0])}" if near else f"paths are relative to {os.getcwd()}"
+            hint = f"paths are relative to {os.getcwd()}" if not os.path.isabs(pattern) else f"correct {key}"
+            hint = f"nearest: {os.path.join(folder, near[0])}" if near else hint
             if os.path.isdir(full):
                 wanted = f"name a file; a folder is named with a glob such as {os.path.join(pattern, '*.txt')}"
             else:

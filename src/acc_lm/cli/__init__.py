@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
+
+
+@contextmanager
+def stdout_on_stderr(is_wanted: bool = True) -> Iterator[None]:
+    """Send what libraries and engines print on stdout to stderr meanwhile, so that only what is asked for comes after it."""
+    if not is_wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -207,11 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
 
     known, strange = parser.parse_known_args(arguments)
-    if known.verb in (
-        "evaluate",
-        "scaling",
-        "bench-comm",
-    ):  # whose overrides may stand before, between and behind the options
+    if "overrides" in known:  # they may stand before, between and after the options
         known.overrides += [word for word in strange if not word.startswith("-")]
         strange = [word for word in strange if word.startswith("-")]
     if strange:
@@ -284,6 +300,8 @@ def _not_loadable(key: str, folder: Path, error: Exception) -> ConfigError:
 
 
 def _generate(known: argparse.Namespace) -> int:
+    from acc_lm.sources import is_unicode
+
     if not any((known.model / name).is_file() for name in ("config.json", "adapter_config.json")):
         got = known.model if known.model.is_dir() else f"{known.model}, which does not exist"
         raise ConfigError(
@@ -291,12 +309,15 @@ def _generate(known: argparse.Namespace) -> int:
         )
     for name, wrong, wanted in (
         ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
-        ("--temperature", known.temperature < 0, "0 or more"),
+        ("--temperature", not 0 <= known.temperature < math.inf, "0 or more, and finite"),
         ("--top-k", known.top_k < 1, "at least 1"),
         ("--date", known.date is not None and not _is_day(known.date), "a date as YYYY-MM-DD"),
+        ("--seed", not -(2**63) <= known.seed < 2**64, "a number of 64 bits"),
     ):
         if wrong:
             raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
+    if not is_unicode(known.prompt):
+        raise ConfigError(f"--prompt must be UTF-8, got {known.prompt!r}; convert it with iconv -t UTF-8")
     from acc_lm.export import sample_text
     from acc_lm.redaction import printable
     from acc_lm.runtime import quiet_libraries
@@ -335,7 +356,12 @@ def _doctor(known: argparse.Namespace) -> int:
     from acc_lm.recipe import load_config
     from acc_lm.runtime import check_config, machine
 
-    found = machine()
+    if known.overrides and not (known.config and known.config_file):
+        raise ConfigError(
+            f"overrides must come with --config and --config_file, got {' '.join(known.overrides)}; add the recipe and where to run it"
+        )
+    with stdout_on_stderr(known.json):
+        found = machine()
     if known.json:
         print(json.dumps(found, indent=1))
     else:
@@ -358,7 +384,8 @@ def _doctor(known: argparse.Namespace) -> int:
             print(f"{name:10}{text}")
     if known.config_file:
         recipe = load_config(known.config, known.overrides) if known.config else None
-        notes = check_config(known.config_file, known.num_processes, recipe)
+        with stdout_on_stderr(known.json):
+            notes = check_config(known.config_file, known.num_processes, recipe)
         print(*notes, sep="\n", file=sys.stderr if known.json else sys.stdout)
     return 0
 
@@ -380,7 +407,7 @@ def _keep_going(known: argparse.Namespace) -> int:
 
     for name, wrong, wanted in (
         ("attempts", known.attempts is not None and known.attempts < 1, "at least 1"),
-        ("pause", known.pause < 0, "0 or more"),
+        ("pause", not 0 <= known.pause < math.inf, "0 or more"),
     ):
         if wrong:
             raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; change it")

@@ -309,6 +309,7 @@ def environment(identity: Identity) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **library_versions()},
         "git_commit": _git_commit(),
         "launch_command": _launch_command(),
+        "working_directory": os.getcwd(),
         "host": platform.node(),
     }
 
