@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli.arguments import Mode
-from acc_lm.cli.outcome import run_to_its_end
+from acc_lm.cli.outcome import end_at_once, run_to_its_end
 from acc_lm.errors import EXIT_PREEMPTED, ConfigError, Preempted
 from acc_lm.redaction import printable
 from acc_lm.stop import SAVE, StopRequest
@@ -60,7 +60,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     training, output_dir, length = config.training, Path(config.output_dir), config.data.sequence_length
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config, output_dir)
-    peers, memory = runtime.Peers(accelerator, config), runtime.Memory(accelerator.device)
+    leave = partial(end_at_once, config.output_dir if mode == Mode.TRAIN else None)
+    peers, memory = runtime.Peers(accelerator, config, leave), runtime.Memory(accelerator.device)
     is_main = accelerator.is_main_process
     say = partial(print, flush=True) if is_main else lambda *lines, **how: None
 
@@ -170,7 +171,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         return 0
 
     # A stop saves at once and leaves what was due to the run that goes on.
-    runtime.warm_up(accelerator, model, data.train[0])
+    runtime.warm_up(accelerator, model, data.train.__getitems__(range(micro_batch_size)))
     gradients = runtime.Gradients(accelerator, model)
     watch = Watch(
         accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
@@ -198,7 +199,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     started = time.monotonic()
     streams = found.checkpoint.state.get("streams") if found.checkpoint else None
     reading = data.reading(order, progress.step, streams, accelerator.process_index, accelerator.num_processes)
-    with stop_request.saving(accelerator), saver, reading, speed:
+    with stop_request.saving(accelerator, config.distributed.timeout_seconds), saver, reading, speed, peers:
         for batches in in_steps(speed.reading(loader), accelerator.gradient_accumulation_steps):
             step = progress.step + 1
             peers.at(f"step {step}", is_watched=True)

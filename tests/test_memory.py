@@ -125,3 +125,14 @@ def test_the_ladder_goes_from_cheap_to_dear() -> None:
         os.environ.update(before)
     words = ("training.micro_batch_size=3", "gradient_checkpointing=true", "fsdp2.yaml", "bf16", "fsdp2_offload.yaml")
     assert [word for word, line in zip(words, said, strict=True) if word not in line] == []
+
+
+def test_cuda_is_ready_before_its_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AMD nothing else asks for the device before the model is there, and its counters refuse then."""
+    from acc_lm.runtime import Memory
+
+    asked: list[str] = []
+    for name in ("init", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: asked.append(name) or 0)
+    Memory(torch.device("cuda")).note("model built")
+    assert asked == ["init", "max_memory_allocated", "reset_peak_memory_stats"]

@@ -17,7 +17,7 @@ from processes import ROOT, launcher_environment, run_everywhere, run_training
 from torch.nn.attention import SDPBackend
 
 import acc_lm.losses
-from acc_lm.attention import kernel_order, prefer_kernels
+from acc_lm.attention import causal_attention, kernel_order, prefer_kernels
 from acc_lm.checkpoint import read_tensors
 from acc_lm.errors import ConfigError, MachineError
 
@@ -385,3 +385,39 @@ def test_fp8_trains_beside_bf16(config: str, num_processes: int, usual: dict[str
     print(f"{config}: {off:.1e} from bf16")
     assert curve.start == usual["bf16"].start
     assert 1e-5 < off <= 5e-2
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "grouped"), [
+    (torch.float32, False, False), (torch.float32, True, True), (torch.bfloat16, False, True), (torch.float64, False, True),
+])  # fmt: skip
+def test_shared_heads_are_repeated_on_a_gpu_where_no_kernel_takes_them(
+    dtype: torch.dtype, autocast: bool, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors: in float32 the only kernel left would keep scores of T x T."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    asked: list[tuple[int, bool]] = []
+
+    def attend(query: Any, key: Any, value: Any, *, enable_gqa: bool, **keywords: Any) -> Any:
+        asked.append((key.shape[1], enable_gqa))
+        return torch.empty(query.shape)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: autocast)
+    monkeypatch.setattr("torch.get_autocast_dtype", lambda kind: torch.bfloat16)
+    with FakeTensorMode():
+        query, key = (torch.empty(2, heads, 8, 16, dtype=dtype, device="cuda") for heads in (4, 2))
+        causal_attention(torch.nn.Module(), query, key, key, None)
+    assert asked == [(2, True) if grouped else (4, False)]
+
+
+def test_repeated_heads_give_what_shared_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for repeats in (False, True):
+        monkeypatch.setattr("acc_lm.attention._lacks_grouped_kernel", lambda query, repeats=repeats: repeats)
+        torch.manual_seed(0)
+        given = [torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (6, 2, 2)]
+        output, _ = causal_attention(torch.nn.Module(), *given, None)
+        found.append([output, *torch.autograd.grad(output.square().sum(), given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

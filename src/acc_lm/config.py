@@ -107,7 +107,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the parameters; compute precision is `training.mixed_precision`."""
     gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False
-    """Compute activations again in the backward pass, same result. true: all of a block, least memory, about a third more compute; selective: all but products and attention, about half the memory."""
+    """Compute activations again in the backward pass, same result. true: all of a block, least memory, about a third more compute; selective: all but products and attention (not FlexAttention's), about half the memory."""
     freeze: Strings = ()
     """Parameters that are not trained, by patterns of their names, e.g. `model.embed_tokens.*`; each must match one."""
     resize_embeddings: bool = False

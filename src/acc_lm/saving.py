@@ -280,12 +280,13 @@ def _take_snapshot(
     def keep(key: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
         if copies is None:
-            tensors[key] = tensor.cpu().contiguous()
+            # From a GPU into memory that torch pins, all at once and awaited below.
+            tensors[key] = tensor.contiguous().to("cpu", non_blocking=tensor.is_cuda)
             return
         copy = copies.get(key)
         if copy is None:
             copy = copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        tensors[key] = copy.copy_(tensor, non_blocking=True)
+        tensors[key] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
     for piece in kept_pieces(model, optimizer):
         first, last = piece.share()
@@ -296,7 +297,7 @@ def _take_snapshot(
     if accelerator.is_main_process:
         for name, buffer in persistent_buffers(bare_model(model)):
             keep(f"{BUFFER}/{name}", buffer)
-    if copies is not None and accelerator.device.type == "cuda":
+    if accelerator.device.type == "cuda":
         torch.cuda.synchronize(accelerator.device)
     return Snapshot(tensors, {"starts": starts, "shapes": kept_shapes(model)}, state)
 

@@ -35,7 +35,7 @@ from acc_lm.runtime.communication import (
     wait_for,
 )
 from acc_lm.runtime.doctor import check_config, machine, refusal
-from acc_lm.runtime.ending import close, explain, forget
+from acc_lm.runtime.ending import close, explain, forget, stop_watching
 from acc_lm.runtime.engines import (
     check_replicas,
     gather_objects,
@@ -112,6 +112,7 @@ __all__ = [
     "seconds_of_slowest",
     "split_global_batch",
     "start_state",
+    "stop_watching",
     "summary",
     "time_collective",
     "wait_for",

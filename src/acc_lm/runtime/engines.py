@@ -210,6 +210,9 @@ def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     A full collection looks at all that libraries and model have made, in the middle of a step, half a second long. And
     DDP regroups its buckets after the first backward: without a throw-away one, the first step after a resume would add
     in another order than the same step of an uninterrupted run, and the run would not be bit-identical any more.
+
+    Args:
+        batch: as large as a micro-batch, so that a model that is compiled is compiled once, for that size.
     """
     gc.collect()
     gc.freeze()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from acc_lm.config import Config
 
+ABORT_SECONDS = 60
 NCCL_ONLY_HOOKS = ("bf16",)
 
 
@@ -68,7 +69,9 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     )
     # In every step Accelerate looks twice, in every folder of sys.path, for an optimizer that is none of ours.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds))
+    # NCCL does not raise after that time but aborts: `Peers` ends the run in words before it does.
+    grace = ABORT_SECONDS if has_accelerator and distributed.backend != "gloo" else 0
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds + grace))
     if distributed.backend is not None and has_accelerator:
         group.backend = distributed.backend
     keywords: dict[str, Any] = {"cpu": not has_accelerator}

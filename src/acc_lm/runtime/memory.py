@@ -46,6 +46,8 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if device.type == "cuda":
+            torch.cuda.init()  # whose counters are asked before the model is there
         self.phases: dict[str, float] = {}
         self._between = "before first step"
 
