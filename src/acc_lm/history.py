@@ -51,6 +51,13 @@ def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
     return entries
 
 
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """Folder of the highest step that has a manifest; nothing in it is read."""
+    manifests = (output_dir / "checkpoints").resolve().glob("step-*/manifest.json")
+    steps = {file.parent.name.removeprefix("step-"): file.parent for file in manifests}
+    return max(((int(step), folder) for step, folder in steps.items() if step.isdecimal()), default=(0, None))[1]
+
+
 def gain(metric: str, value: float) -> float:
     """The value, turned so that more is better: of losses, perplexities and bits less is, of accuracies more."""
     return value if metric.endswith("accuracy") else -value

@@ -311,6 +311,7 @@ def environment(identity: Identity) -> dict[str, Any]:
         "launch_command": _launch_command(),
         "working_directory": os.getcwd(),
         "host": platform.node(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
 
 
