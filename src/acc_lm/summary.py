@@ -16,7 +16,7 @@ from typing import Any
 
 from acc_lm import history
 from acc_lm.config import EVALUATION_METRICS
-from acc_lm.errors import ConfigError, is_main_process
+from acc_lm.errors import ConfigError, is_main_process, process_index
 from acc_lm.redaction import redact
 
 FILE = "summary.json"
@@ -46,7 +46,7 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "attempt": previous.get("attempt", 0) + 1,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": platform.node(),
-            "rank": int(os.environ.get("RANK", "0")),
+            "rank": process_index(),
             "train_loss": {"first": train[0], "last": train[-1], "best": min(train)} if train else None,
             "eval_loss": _course(entries, "eval/loss"),
             "evaluation_sets": {
