@@ -120,7 +120,9 @@ def prepare(
     strategy = asked_strategy()
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):
-            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = block_classes(model)
+            plugin = vars(accelerator.state).get("fsdp_plugin")
+            if plugin is not None:  # else Accelerate fell back to something else; `identify` will say so
+                plugin.transformer_cls_names_to_wrap = block_classes(model)
         if accelerator.mixed_precision == "fp8":
             check_layers(model)
         prepared = accelerator.prepare(model, optimizer)

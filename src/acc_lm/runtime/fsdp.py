@@ -31,15 +31,11 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
             "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP, which also wraps lists of blocks, "
             "and FSDP2 cannot; use TRANSFORMER_BASED_WRAP: each block is a unit"
         )
-    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").upper() in (
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "NO_SHARD",
-        "HYBRID_SHARD",
-    ):
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
+    if reshard in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"):
         raise MachineError(
-            f"fsdp_reshard_after_forward must be true or false beside fsdp_version 2, got {os.environ['FSDP_RESHARD_AFTER_FORWARD'].upper()}, "
-            "which is FSDP1's; FULL_SHARD is true, SHARD_GRAD_OP is false"
+            f"fsdp_reshard_after_forward must be true or false beside fsdp_version 2, got {reshard}, which is FSDP1's; FULL_SHARD is true, "
+            "SHARD_GRAD_OP is false"
         )
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
     if plugin.activation_checkpointing:
@@ -107,9 +103,8 @@ def block_classes(model: nn.Module) -> list[str]:
         MachineError: the config names one that the model does not have.
     """
     there = {type(module).__name__ for module in model.modules()}
-    own = [
-        name for name in getattr(model, "_no_split_modules", None) or [] if name in there
-    ]  # some are of other variants
+    # Some models list classes that only their other variants have.
+    own = [name for name in getattr(model, "_no_split_modules", None) or [] if name in there]
     named = [name for name in os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if name]
     for name in named:
         if name not in there:
