@@ -173,7 +173,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     gradients = runtime.Gradients(accelerator, model)
     watch = Watch(
         accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
-        found.checkpoint.state.get("recent_losses", ()) if found.checkpoint else (),
+        found.checkpoint.state if found.checkpoint else None,
     )  # fmt: skip
     epochs = Epochs(order, watch, output_dir, found.checkpoint)
     if resumed_from:

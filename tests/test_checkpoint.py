@@ -265,11 +265,17 @@ def test_a_path_starts_another_run_from_there(run: Path, tiny: list[str], tmp_pa
 
 
 def test_a_path_typed_again_goes_on_with_the_run_that_it_started(run: Path, tiny: list[str], tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    command = [*tiny, f"output_dir={other}", f"checkpoint.resume={run}/checkpoints/step-00000002"]
+    """Also when it is a link that leads elsewhere by then, or what the link led to."""
+    other, link = tmp_path / "other", tmp_path / "best"
+    link.symlink_to(run / "checkpoints/step-00000002")
+    command = [*tiny, f"output_dir={other}", f"checkpoint.resume={link}"]
     run_training([*command, "training.max_steps=8"])
+    link.unlink()
+    link.symlink_to(run / "checkpoints/step-00000006")
     again = run_training([*command, "training.max_steps=10"])
     assert f"resumed from {other}/checkpoints/step-00000008 at step 8" in again.output
+    path = f"checkpoint.resume={run}/checkpoints/step-00000002"
+    assert "step-00000010 at step 10" in run_training([*command, "training.max_steps=10", path]).output
     assert not list((other / "checkpoints").glob("aside-*"))
 
 

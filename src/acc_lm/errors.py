@@ -140,9 +140,15 @@ def print_problems(error: UserError) -> None:
         print(f"error: {printable(redact(problem))}", file=sys.stderr, flush=True)
 
 
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
+"""How a file system says that it has no such thing."""
+
+
 @functools.cache
 def warn_once(text: str) -> None:
-    """Print a line for something that this machine cannot do and the run goes on without."""
+    """Print a line, on the main process, for something that this machine cannot do and the run does without."""
+    if not is_main_process():
+        return
     print(f"warning: {printable(redact(text))}", file=sys.stderr, flush=True)
 
 

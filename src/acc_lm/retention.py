@@ -7,6 +7,7 @@ checkpoints/aside-*          what a resumed run did not go on from; never delete
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import xxhash
 
 from acc_lm import history
 from acc_lm.config import CheckpointConfig
-from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.errors import UNSUPPORTED, CheckpointError, ConfigError, warn_once
 from acc_lm.history import gain
 from acc_lm.progress import Progress
 from acc_lm.runtime import on_main
@@ -100,7 +101,15 @@ def remove_checkpoint(folder: Path) -> None:
 def _link(link: Path, folder: Path) -> None:
     temporary = link.with_name(f"tmp-{link.name}")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
+    try:
+        temporary.symlink_to(folder.name)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EPERM):
+            raise
+        warn_once(
+            f"output_dir is on a file system without links ({error.strerror}): checkpoints/latest and best will not be there"
+        )
+        return
     _remove_copy(link)
     temporary.replace(link)
 
@@ -225,13 +234,12 @@ def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
     if resume != "auto":
         path = Path(os.path.expanduser(resume))
         started_from = str(path.resolve())
-        # A path starts a run; typed again, the same command goes on with what it started.
-        for _, folder in folders:
-            if (
-                _problem_in_run(folder, read_all) is None
-                and open_checkpoint(folder).state["started_from"] == started_from
-            ):
-                return Found(open_checkpoint(folder), started_from)
+        # A path starts a run; typed again, the same command goes on with what it started, wherever a link leads by now.
+        starts = {folder: _start(folder) for _, folder in folders}
+        known = {started_from, *(start for start, named in starts.values() if named == resume)} - {None}
+        for folder, (start, _) in starts.items():
+            if start in known and _problem_in_run(folder, read_all) is None:
+                return Found(open_checkpoint(folder), start)
         problem = problem_with(path, read_all)
         if problem:
             raise CheckpointError(
@@ -251,6 +259,15 @@ def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
             f"no checkpoint in {root} can be used; nothing was deleted; choose another output_dir to start from scratch",
         )
     return Found(None)
+
+
+def _start(folder: Path) -> tuple[str | None, str | None]:
+    """Where the run of this checkpoint started from, and how `checkpoint.resume` named that; a link may lead elsewhere since."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+        return state["started_from"], state["recipe"]["checkpoint"]["resume"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None, None
 
 
 def _problem_in_run(folder: Path, read_all: bool) -> str | None:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from acc_lm import history
 from acc_lm.config import EVALUATION_METRICS
-from acc_lm.errors import ConfigError, is_main_process, process_index, warn_once
+from acc_lm.errors import UNSUPPORTED, ConfigError, is_main_process, process_index, warn_once
 from acc_lm.redaction import redact
 
 FILE = "summary.json"
@@ -34,11 +34,25 @@ MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final")
 def write_json(file: Path, values: dict[str, Any]) -> None:
     """Replace a JSON file in one go; after a power cut it is the old one or the new one."""
     temporary = file.with_name(f".{file.name}")
-    with temporary.open("w") as stream:
-        stream.write(history.to_json(values, indent=1) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    temporary.write_text(history.to_json(values, indent=1) + "\n")
+    flush(temporary)
     os.replace(temporary, file)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk, if its file system can do that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        what = "folders" if path.is_dir() else "files"
+        warn_once(
+            f"output_dir is on a file system that cannot flush {what} ({error.strerror}): a power cut may cost the newest checkpoint"
+        )
+    finally:
+        os.close(descriptor)
 
 
 def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str | None = None, **facts: Any) -> None:
