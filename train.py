@@ -73,9 +73,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         runtime.close(accelerator)
         return 0
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
-        raise ConfigError(
-            f"--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint in {output_dir}"
-        )
+        raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         notes += resuming.check_same_recipe(
@@ -205,9 +203,8 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             learning_rate = learning_rate_at(step)
             set_learning_rate(optimizer, learning_rate)
             outcome = train_step(
-                accelerator, model, optimizer, batches, step=step, seed=config.seed,
+                accelerator, model, optimizer, batches, step=step, seed=config.seed, router=model_facts.router,
                 num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
-                router=model_facts.router,
             )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
             bar.advance(step)
@@ -233,9 +230,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     **speed.metrics(progress.tokens),
                     "train/skipped_steps": float(watch.num_skipped),
                     **(outcome.router_loss.metrics() if outcome.router_loss else {}),
+                    **{
+                        f"train/tokens/{k}": v["tokens"]
+                        for k, v in data.by_source(order, progress.samples_seen).items()
+                    },
                 }
-                for name, source in data.by_source(order, progress.samples_seen).items():
-                    metrics[f"train/tokens/{name}"] = float(source["tokens"])
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 if is_main:
                     history.append(output_dir, step, metrics)
