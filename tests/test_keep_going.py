@@ -134,6 +134,23 @@ def test_killed_without_a_word_it_goes_on_until_it_has_ended(tiny_recipe: Path, 
     assert "attempt 3 ended after step 6: killed (it left no word); starting again in 0 s" in finished.output
 
 
+def test_an_attempt_that_finds_the_run_complete_or_the_folder_somebody_elses_is_the_last(
+    tiny_recipe: Path, tmp_path: Path
+) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [])
+    (tmp_path / "train.py").write_text("")  # exit code 0, and nothing written
+    plan.run.mkdir()
+    (plan.run / "summary.json").write_text(
+        json.dumps({"status": "completed", "exit_code": 0, "reason": None, "attempt": 1})
+    )
+    assert plan.finish().code == 0
+    (plan.run / "summary.json").unlink()
+    (plan.run / "config.yaml").write_text("mine: 1")
+    finished = plan.finish()
+    assert (finished.code, len(finished.errors), plan.starts) == (2, 1, 0)
+    assert [path.name for path in plan.run.iterdir()] == ["config.yaml"]
+
+
 def test_two_attempts_that_end_at_the_same_step_are_the_last(tiny_recipe: Path, tmp_path: Path) -> None:
     steps = [["killed", 0, 2], ["worker_lost", 7, 4], ["killed", 0, 4], FINISHED]
     plan = Plan(tmp_path, tiny_recipe, steps)

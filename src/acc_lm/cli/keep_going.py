@@ -17,7 +17,7 @@ from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.errors import ConfigError, CrashLoopError, MachineError
 from acc_lm.history import newest_checkpoint
 from acc_lm.stop import SIGNALS
-from acc_lm.summary import FILE, check_not_in_use, when_taken, write_failure
+from acc_lm.summary import FILE, check_not_in_use, check_output_dir, when_taken, write_failure
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no word"}
@@ -67,7 +67,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             check_not_in_use(output_dir)  # what this attempt left has ended
             summary, was_taken = _summary(output_dir), when_taken(output_dir) not in (None, taken_before)
             had_folder |= was_taken or summary != summary_before
-            if summary == summary_before:
+            if summary == summary_before and (code or summary.get("status") != "completed"):
                 if 0 <= code < 128 and not was_taken and stopped_by is None:
                     raise _no_run(code, output_dir)
                 summary = KILLED | {"exit_code": code if code >= 0 else 128 - code}
@@ -117,6 +117,7 @@ def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
             "the command after -- must train, got --dry-run, --eval-only or --print-config; run it by itself"
         )
     config, _ = parsed
+    check_output_dir(Path(config.output_dir))
     return Path(config.output_dir), config.distributed.timeout_seconds
 
 
