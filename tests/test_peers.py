@@ -46,6 +46,7 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
 
     before = {
         "status": "preempted",
+        "exit_code": 75,
         "attempt": 1,
         "step": 1,
         "last_checkpoint": "step-00000001",
