@@ -60,6 +60,7 @@ def export_model(
         shutil.rmtree(work, ignore_errors=True)
         checksum = base_checksum(bare)
         if checksum is None:
+            name_padding(bare, tokenizer)
             bare.save_pretrained(work, state_dict=weights)
         else:
             save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
@@ -75,6 +76,14 @@ def export_model(
 
     on_main(accelerator, write)
     return folder
+
+
+def name_padding(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name what `generate` pads the shorter answers of a batch with, which it would otherwise guess with a warning."""
+    generation = model.generation_config
+    if generation is not None and generation.pad_token_id is None:
+        padding = tokenizer.pad_token_id
+        generation.pad_token_id = tokenizer.eos_token_id if padding is None else padding
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

@@ -95,6 +95,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     from acc_lm.adapter import lora_settings, save_adapter
     from acc_lm.checkpoint import BUFFER, make_readable, read_tensors
     from acc_lm.config import AdapterConfig, ModelConfig
+    from acc_lm.export import name_padding
     from acc_lm.runtime import WEIGHT, quiet_libraries
 
     _whole(folder)
@@ -108,6 +109,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
             f"the tokenizer must be beside the run, got nothing at {source}; name its folder with --tokenizer"
         )
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     weights = {}
     for name, tensor in read_tensors(folder):
         kind, _, parameter = name.partition("/")
@@ -122,8 +124,10 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
         model_section = ModelConfig.model_validate_json(json.dumps(recipe["model"]))
         save_adapter(work, weights, lora_settings(adapter, targets), model_section, state["base"])
     else:
-        _whole_model(folder, state, weights).save_pretrained(work)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
+        model = _whole_model(folder, state, weights)
+        name_padding(model, found)
+        model.save_pretrained(work)
+    found.save_pretrained(work)
     for file in work.rglob("*"):
         if file.is_file():
             make_readable(file)
