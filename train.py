@@ -228,10 +228,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     **speed.metrics(progress.tokens),
                     "train/skipped_steps": float(watch.num_skipped),
                     **(outcome.router_loss.metrics() if outcome.router_loss else {}),
-                    **{
-                        f"train/tokens/{k}": v["tokens"]
-                        for k, v in data.by_source(order, progress.samples_seen).items()
-                    },
+                    **{f"train/tokens/{name}": float(source["tokens"]) for name, source in sources.items()},
                 }
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 if is_main:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from test_step import RaggedRows, make_config, make_model
 
 from acc_lm.cli import main
 from acc_lm.config import TrainingConfig
-from acc_lm.errors import ConfigError
+from acc_lm.errors import ConfigError, MachineError
 
 CONFIGS = ROOT / "accelerate_configs"
 BIN = Path(sys.executable).parent
@@ -580,3 +581,12 @@ def test_compiling_through_the_launch_changes_names_nowhere(tiny: list[str], tmp
     assert names[0] == names[2]
     assert names[1] == names[3]
     assert abs(losses[0] - losses[1]) < 1e-5 * losses[1]
+
+
+def test_a_python_without_docstrings_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import acc_lm.runtime.launch
+    from acc_lm.runtime import quiet_libraries
+
+    monkeypatch.setattr(acc_lm.runtime.launch, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    with pytest.raises(MachineError, match="python must run with docstrings, which transformers reads, got -OO"):
+        quiet_libraries()

@@ -103,7 +103,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit of the Hub id."""
     config: dict[str, Any] | None = None
-    """From scratch: `model_type` of transformers and its own field names; ids and sizes left out come from the tokenizer."""
+    """From scratch: `model_type` of transformers and its own field names; vocab_size, bos_token_id and eos_token_id left out come from the tokenizer."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the parameters; compute precision is `training.mixed_precision`."""
     gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False

@@ -92,8 +92,12 @@ class CrashLoopError(UserError):
     status = "crash_loop"
 
 
-class Preempted(UserError):
-    """Asked to stop where there was nothing new to save."""
+class Preempted(BaseException):
+    """Asked to stop where there was nothing new to save.
+
+    Like KeyboardInterrupt no `Exception`: a signal comes in the middle of any code, and no `except Exception` there may
+    take it for an error of its own.
+    """
 
     exit_code = 75
     status = "preempted"

@@ -79,7 +79,11 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedT
         )
         backend.train_from_iterator(iter(()) if config.kind == "byte" else iter(texts), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END_TOKEN, bos_token=END_TOKEN, pad_token=END_TOKEN
+        tokenizer_object=backend,
+        eos_token=END_TOKEN,
+        bos_token=END_TOKEN,
+        pad_token=END_TOKEN,
+        padding_side="left",  # an answer goes on from the last token of its row
     )
 
 
