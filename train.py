@@ -110,7 +110,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     progress, resumed_from = Progress(), None
     if found.checkpoint:
-        resuming.check_same_text(found.checkpoint, config, data.key)
+        resuming.check_same_text(found.checkpoint, config, data.key, data.former_key)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")

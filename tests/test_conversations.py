@@ -257,7 +257,8 @@ ODD = {
     "one conversation": ([record_of("messages", "a", "b")] * 9, [], 3, "must be two different ones at least, got one"),
     "too long": ([record_of("messages", "a" * 300, str(i)) for i in range(9)], [], 3, "got none"),
     "a template that is not there": ([record_of("messages", "a", "b")] * 2, ["data.chat_template=none.jinja"], 2, "data.chat_template must be a template file"),
-    "a template that cannot": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], ["data.chat_template={folder}/odd.jinja"], 2, "odd.jinja:2"),
+    "a template that cannot": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], ["data.chat_template={folder}/odd.jinja", "data.eval_fraction=0.5"], 2, "odd.jinja:2"),
+    "too long to hold out": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], [], 3, "data.eval_fraction must be at least 0.25"),
     "too few": ([record_of("messages", str(i), "b") for i in range(4)], [], 3, "must fill training.global_batch_size 6 rows"),
 }  # fmt: skip
 

@@ -39,7 +39,7 @@ from acc_lm.losses import (
     sums_of_logits,
 )
 from acc_lm.throughput import Flops, count_flops, few_tokens
-from acc_lm.tokenizer import first_line
+from acc_lm.tokenizer import count_ids, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -583,11 +583,6 @@ def _check_length(config: PreTrainedConfig, sequence_length: int) -> None:
             f"data.sequence_length must be at most the model's max_position_embeddings {limit}, got {sequence_length}; "
             "lower it, or raise the model's"
         )
-
-
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Smallest vocabulary that holds every id of the tokenizer."""
-    return max(len(tokenizer), 1 + max(int(i) for i in tokenizer.get_vocab().values()))
 
 
 def dropout_of(model: PreTrainedModel) -> float:

@@ -90,13 +90,16 @@ def check_same_recipe(
     return notes
 
 
-def check_same_text(checkpoint: Checkpoint, config: Config, data_key: str) -> None:
+def check_same_text(checkpoint: Checkpoint, config: Config, *data_keys: str | None) -> None:
     """Refuse a checkpoint that was trained on other rows.
+
+    Args:
+        data_keys: of the rows that there are, also as an earlier version would have it.
 
     Raises:
         CheckpointError: with the ways out.
     """
-    if checkpoint.state["data_key"] != data_key and not config.checkpoint.allow_changed_recipe:
+    if checkpoint.state["data_key"] not in data_keys and not config.checkpoint.allow_changed_recipe:
         raise CheckpointError(
             f"{checkpoint.folder} must have been trained on this text, got other text (its content or its tokenizer changed); "
             f"choose another output_dir (output_dir={_next_name(config.output_dir)}), or checkpoint.allow_changed_recipe=true"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.config import Config
-from acc_lm.errors import ConfigError, OutOfMemoryError, StorageError, storage_reason
+from acc_lm.errors import ConfigError, OutOfMemoryError
 from acc_lm.recipe import dump_config, load_config
 from acc_lm.redaction import printable
 
@@ -77,8 +77,8 @@ def evaluate(request: Request) -> int:
         config, held_out = recipe_of(request)
         _run(request, config, held_out)
     except OSError as error:
-        if reason := storage_reason(error):
-            raise StorageError(f"the disk must be writable, got: {reason} ({error}); free some space") from None
+        if explained := explain(error, None):
+            raise explained from None
         raise
     except RuntimeError as error:
         explained = explain(error, config)
