@@ -136,7 +136,6 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("override", "key", "says"), LINES, ids=[line[0] for line in LINES])
 def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_path: Path) -> None:
     """Every published config.json of Qwen3's mixture of experts has a head_dim, and its config class none."""
     taken = {"model_type": "qwen3_moe", "head_dim": 8, "hidden_size": 16}
@@ -151,6 +150,7 @@ def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_pa
         assert [key for key, _ in model_config_problems({"model_type": model_type, field: 1})] == [field]
 
 
+@pytest.mark.parametrize(("override", "key", "says"), LINES, ids=[line[0] for line in LINES])
 def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, key: str, says: str) -> None:
     found = problems(override)
     assert len(found) == 1, found
