@@ -114,7 +114,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     progress, resumed_from, origin = Progress(), None, resuming.origin_of(data.tokenizer, model_facts.base)
     if found.checkpoint:
-        resuming.check_same_origin(found.checkpoint, config, data.key, origin)
+        resuming.check_same_origin(found.checkpoint, config, data.key, origin, data.former_key)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")

@@ -146,7 +146,7 @@ def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, ke
     assert "; " in found[0], "what to change"
 
 
-def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken() -> None:
+def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_path: Path) -> None:
     """Every published config.json of Qwen3's mixture of experts has a head_dim, and its config class none."""
     taken = {"model_type": "qwen3_moe", "head_dim": 8, "hidden_size": 16}
     assert model_config_problems(taken) == []

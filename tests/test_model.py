@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from acc_lm.attention import CAUSAL, choose_attention
 from acc_lm.config import ModelConfig, OptimizerConfig, TokenizerConfig
 from acc_lm.errors import ConfigError, MachineError, Preempted
-from acc_lm.model import LossHead, build_empty_model, build_model, check_model, count_ids, install_loss
+from acc_lm.model import LossHead, build_empty_model, build_model, check_model, install_loss
 from acc_lm.optimizer import build_optimizer, decayed_names
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.tokenizer import count_ids, make_tokenizer
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -42,7 +42,7 @@ from acc_lm.losses import (
 from acc_lm.router import Routed, Router, find_router, recorded_router_logits, routing_sums
 from acc_lm.runtime import is_out_of_memory
 from acc_lm.throughput import Flops, count_flops, few_tokens
-from acc_lm.tokenizer import first_line
+from acc_lm.tokenizer import count_ids, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -791,11 +791,6 @@ def _check_length(config: PreTrainedConfig, sequence_length: int) -> None:
             f"data.sequence_length must be at most the model's max_position_embeddings {limit}, got {sequence_length}; "
             "lower it, or raise the model's"
         )
-
-
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Smallest vocabulary that holds every id of the tokenizer."""
-    return max(len(tokenizer), 1 + max(int(i) for i in tokenizer.get_vocab().values()))
 
 
 def dropout_of(model: PreTrainedModel) -> float:

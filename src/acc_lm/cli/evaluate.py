@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli import stdout_on_stderr
 from acc_lm.config import Config
-from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError, StorageError, storage_reason
+from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError
 from acc_lm.recipe import dump_config, load_config
 from acc_lm.redaction import printable
 
@@ -83,8 +83,8 @@ def evaluate(request: Request) -> int:
         if found is not None:
             _report(*found, request.as_json)
     except OSError as error:
-        if reason := storage_reason(error):
-            raise StorageError(f"the disk must be writable, got: {reason} ({error}); free some space") from None
+        if explained := explain(error, None):
+            raise explained from None
         raise
     except RuntimeError as error:
         explained = explain(error, config)
