@@ -172,6 +172,7 @@ def build_model(
     seed: int,
     adapter: AdapterConfig = NO_ADAPTER,
     packs: bool = False,
+    device_type: str = "cpu",
 ) -> tuple[PreTrainedModel, ModelFacts]:
     """The model on the CPU, ready to be prepared: `model(input_ids, targets)` returns the summed loss.
 
@@ -179,6 +180,7 @@ def build_model(
 
     Args:
         packs: rows will hold several documents, with `position_ids` and `document_ids`.
+        device_type: where the model will run.
 
     Raises:
         ConfigError: no such model, or it does not fit the tokenizer, the rows, the adapter or what is to be frozen.
@@ -195,7 +197,7 @@ def build_model(
         model = _load_pretrained(config)
     with _must_run("model"):
         router = find_router(model, config.router_loss)
-    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs)
+    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type)
     base = weights_checksum(model) if config.config is None else ""
     _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
@@ -230,7 +232,12 @@ def flops_of_model(model: PreTrainedModel, attention: str) -> Flops:
 
 
 def make_ready(
-    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, packs: bool
+    model: PreTrainedModel,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    packs: bool,
+    device_type: str,
 ) -> tuple[str, str]:
     """Types, attention and loss of a model that has its weights; returns what people are told of the last two."""
     _fit_to_recipe(model, config, tokenizer, sequence_length)
@@ -241,7 +248,7 @@ def make_ready(
         loss = install_loss(model)
     if packs:
         check_packing(model, sequence_length)
-        attention = _prepare_packing(model, attention)
+        attention = _prepare_packing(model, attention, device_type)
     return attention, loss
 
 
@@ -252,6 +259,7 @@ def build_empty_model(
     facts: ModelFacts,
     adapter: AdapterConfig = NO_ADAPTER,
     packs: bool = False,
+    device_type: str = "cpu",
 ) -> PreTrainedModel:
     """What `build_model` returns, with weights that are reserved but neither drawn nor touched.
 
@@ -271,16 +279,16 @@ def build_empty_model(
     if facts.attention == CAUSAL_WITHOUT_MASK:
         model.set_attn_implementation(register_attention())
     elif packs:
-        _prepare_packing(model, facts.attention)
+        _prepare_packing(model, facts.attention, device_type)
     _use_loss(model, fused=facts.loss == FUSED)
     _choose_trained(model, config, adapter, 0, facts.base)
     model.train()
     return model
 
 
-def _prepare_packing(model: PreTrainedModel, attention: str) -> str:
+def _prepare_packing(model: PreTrainedModel, attention: str, device_type: str) -> str:
     """No dense mask on a GPU where transformers' own attention stays; returns what people are told of the attention."""
-    return use_block_masks(model) if attention != CAUSAL_WITHOUT_MASK and torch.cuda.is_available() else attention
+    return use_block_masks(model) if attention != CAUSAL_WITHOUT_MASK and device_type == "cuda" else attention
 
 
 def _choose_trained(model: PreTrainedModel, config: ModelConfig, adapter: AdapterConfig, seed: int, base: str) -> None:
@@ -317,10 +325,10 @@ def check_model(
     sequence_length: int,
     may_be_unused: bool = False,
     adapter: AdapterConfig = NO_ADAPTER,
-) -> None:
+) -> PreTrainedModel:
     """Before any text is read: can this model be built, and run one row?
 
-    It runs forward and backward on the meta device, which costs neither memory nor time.
+    It runs forward and backward on the meta device, which costs neither memory nor time, and is returned.
 
     Args:
         may_be_unused: parameters that no loss depends on are no mistake.
@@ -365,6 +373,7 @@ def check_model(
             f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}; they would never be trained: "
             "choose another model, or set distributed.find_unused_parameters=true"
         )
+    return model
 
 
 def check_packing(model: PreTrainedModel, sequence_length: int) -> None:

@@ -226,17 +226,19 @@ def build_scored_model(
     Raises:
         ConfigError: it cannot be loaded, or does not fit the tokenizer or the rows.
     """
-    folder = Path(str(config.name_or_path))
+    folder, device_type = Path(str(config.name_or_path)), accelerator.device.type
     if open_adapter(folder) is not None:
         model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
-        make_ready(model, config, tokenizer, sequence_length, packs)
+        make_ready(model, config, tokenizer, sequence_length, packs, device_type)
         # Engines take what could be trained only; it never is.
         beside: nn.Module = model.requires_grad_(True).train()
         return beside
     whole, _ = initialise_once(
         accelerator,
-        lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs),
-        lambda facts: build_empty_model(config, tokenizer, sequence_length, facts, packs=packs),
+        lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),
+        lambda facts: build_empty_model(
+            config, tokenizer, sequence_length, facts, packs=packs, device_type=device_type
+        ),
     )
     return whole
 
