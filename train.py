@@ -42,7 +42,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.epochs import Epochs
     from acc_lm.evaluation import Evaluation, check_best_metric, evaluate_all
     from acc_lm.export import export_model
-    from acc_lm.model import build_empty_model, build_model, check_model
+    from acc_lm.model import build_empty_model, build_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches
     from acc_lm.progress import Progress, is_due
@@ -54,7 +54,6 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.step import in_steps, train_step
     from acc_lm.summary import write_summary
     from acc_lm.timetable import Timetable
-    from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
 
     training, output_dir, length = config.training, Path(config.output_dir), config.data.sequence_length
@@ -85,9 +84,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         )  # fmt: skip
 
     # Text -> rows, after a look at whether the model can run at all
-    tokenizer = load_tokenizer(config.tokenizer, config.model)
-    may_be_unused = config.distributed.find_unused_parameters
-    check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
+    tokenizer = runtime.check_run(config)
     runtime.keep_libraries()
     day = resuming.day_of_run(accelerator, config, found, tokenizer if mode == Mode.EVAL_ONLY else None)
     data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main, day)
@@ -103,10 +100,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     # Model and optimizer, spread over the hardware by `prepare`
     tokenizer = data.tokenizer
+    runs_on = config.adapter, data.packs, accelerator.device.type
     model, model_facts = runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, length, config.seed, config.adapter, data.packs),
-        lambda facts: build_empty_model(config.model, tokenizer, length, facts, config.adapter, data.packs),
+        lambda: build_model(config.model, tokenizer, length, config.seed, *runs_on),
+        lambda facts: build_empty_model(config.model, tokenizer, length, facts, *runs_on),
     )
     memory.note("model built")
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from acc_lm import history
 from acc_lm.config import EVALUATION_METRICS
-from acc_lm.errors import ConfigError, is_main_process, warn_once
+from acc_lm.errors import ConfigError, is_main_process, process_index, warn_once
 from acc_lm.redaction import redact
 
 FILE = "summary.json"
@@ -55,7 +55,7 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "attempt": (attempt if isinstance(attempt, int) else 0) + 1,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": platform.node(),
-            "rank": int(os.environ.get("RANK", "0")),
+            "rank": process_index(),
             "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "train_loss": {"first": train[0], "last": train[-1], "best": min(train)} if train else None,
             "eval_loss": _course(entries, "eval/loss"),

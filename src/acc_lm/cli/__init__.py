@@ -356,6 +356,11 @@ def _doctor(known: argparse.Namespace) -> int:
     from acc_lm.recipe import load_config
     from acc_lm.runtime import check_config, machine
 
+    if known.config_file is None and (known.config or known.overrides or known.num_processes is not None):
+        raise ConfigError(
+            "command line: --config and --num_processes must come with --config_file, got none; name the Accelerate config to judge, "
+            "e.g. accelerate_configs/ddp.yaml"
+        )
     if known.overrides and not (known.config and known.config_file):
         raise ConfigError(
             f"overrides must come with --config and --config_file, got {' '.join(known.overrides)}; add the recipe and where to run it"
