@@ -157,7 +157,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "fp8 by the recipe": ({}, ["training.mixed_precision=fp8"], 1, "training.mixed_precision must be bf16 or no on a CPU, got fp8"),
     "fp16 under FSDP2": (FSDP, ["training.mixed_precision=fp16"], 2, "training.mixed_precision must be bf16 or no on a CPU, got fp16"),
     "restarts that hang": ({"TORCHELASTIC_MAX_RESTARTS": "2"}, [], 2, "max_restarts must be 0 with the static rendezvous, which hangs after the first death, got 2; add --rdzv_backend c10d"),
-    "a variable of another launch": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, [], 1, "fsdp2, which ACCELERATE_USE_FSDP=true asks for, must be started by a launcher, got one process without"),
     "a debugger that crashes": ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, [], 2, "TORCH_DISTRIBUTED_DEBUG must be OFF or INFO under DDP on CPU processes"),
     "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, [], 2, "must ask for one process, DDP, FSDP2 or DeepSpeed, got Megatron-LM"),
     "nccl on CPU processes": ({}, ["distributed.backend=nccl"], 2, "distributed.backend must be gloo or null on CPU processes, got nccl"),
@@ -288,6 +287,7 @@ def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyP
         "a job of one worker"
     )
     for variables, says in {
+        (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")): "fsdp2, which ACCELERATE_USE_FSDP=true asks for, must be started by a launcher, got one process",
         (("WORLD_SIZE", "8"),): "RANK must be set next to WORLD_SIZE=8, as every launcher does, got none",
         (("WORLD_SIZE", "abc"),): "WORLD_SIZE must be a whole number, as launchers set it, got 'abc'",
         (("WORLD_SIZE", "2"), ("RANK", "2")): "RANK must be below WORLD_SIZE=2, got 2",

@@ -299,6 +299,23 @@ def _has_former_ids(data: Data, plan: ChatPlan | None) -> bool:
     return fits and not (is_long and not encodes_pieces(text_encoder(data.tokenizer)))
 
 
+def check_files(config: DataConfig) -> None:
+    """Look for every file that a recipe names, before any of them is read.
+
+    Raises:
+        DataError: one is not there, or empty.
+    """
+    for source in config.mixture:
+        with _naming(source.title):
+            check_files(_config_of(source, config))
+    if config.source == "files" and not config.mixture:
+        find_files(config.files, "data.files")
+        if config.eval_files:
+            find_files(config.eval_files, "data.eval_files")
+    for name, files in config.evaluation_sets.items():
+        find_files(files, f"data.evaluation_sets.{name}")
+
+
 def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
     """Hash of the documents and of what decides which of them are held out."""
     parts = (FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)

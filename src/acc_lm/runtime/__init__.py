@@ -64,7 +64,7 @@ from acc_lm.runtime.pieces import (
     publish_weights,
     start_state,
 )
-from acc_lm.runtime.strategy import bare_model
+from acc_lm.runtime.strategy import bare_model, world_size
 from acc_lm.runtime.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.traffic import Traffic, received_over_tcp, summary
 
@@ -122,4 +122,5 @@ __all__ = [
     "warm_up",
     "whole_shapes",
     "without_launch",
+    "world_size",
 ]
