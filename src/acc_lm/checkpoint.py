@@ -12,6 +12,7 @@ its own. Nothing here is pickled, so nothing in a checkpoint can be executed.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.adapter import base_checksum
-from acc_lm.errors import CheckpointError
+from acc_lm.errors import UNSUPPORTED, CheckpointError, warn_once
 from acc_lm.progress import Progress
 from acc_lm.retention import Checkpoint
 from acc_lm.runtime import (
@@ -206,4 +207,11 @@ def make_readable(file: Path) -> None:
     """safetensors writes 0600 whatever the umask; give the file the mode that others have."""
     mask = os.umask(0)
     os.umask(mask)
-    file.chmod(0o666 & ~mask)
+    try:
+        file.chmod(0o666 & ~mask)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EPERM):
+            raise
+        warn_once(
+            f"output_dir is on a file system without modes ({error.strerror}): others may not be able to read its files"
+        )

@@ -27,6 +27,7 @@ from acc_lm.evaluation import EvaluationResult
 from acc_lm.model import refuse_kernels
 from acc_lm.recipe import dump_config
 from acc_lm.redaction import CONTROL
+from acc_lm.retention import free_name
 from acc_lm.runtime import (
     WEIGHT,
     Piece,
@@ -76,17 +77,26 @@ def export_model(
             save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
         data.tokenizer.save_pretrained(work)
         num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
-        (work / "README.md").write_text(model_card(config, data.facts, result, step, num_parameters))
+        card = model_card(config, data.facts, result, step, num_parameters)
+        (work / "README.md").write_text(card, encoding="utf-8")
         write_steps(work, step, run_step)
         for file in work.rglob("*"):
             if file.is_file():
                 make_readable(file)
-        if folder.exists():
+        if strangers(folder, work):
+            folder.rename(free_name(folder))
+        elif folder.exists():
             shutil.rmtree(folder)
         work.rename(folder)
 
     on_main(accelerator, write)
     return folder
+
+
+def strangers(folder: Path, made: Path) -> bool:
+    """Whether a folder that is to be replaced holds files that the new one does not have, which somebody put there."""
+    old, new = ({path.relative_to(each) for path in each.rglob("*") if path.is_file()} for each in (folder, made))
+    return not old <= new
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -142,6 +152,7 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
     what = "A causal language model"
     if adapter.kind != "none":
         what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
+    bits = "none" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
     return f"""---
 {data.to_yaml()}
 ---
@@ -160,7 +171,7 @@ Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,}
 
 | loss (nats per token) | perplexity | token accuracy | bits per byte |
 |---|---|---|---|
-| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {result.bits_per_byte:.4f} |
+| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {bits} |
 
 ## Use
 
@@ -287,6 +298,7 @@ def sample_text(
     top_k: int = 50,
     seed: int = 0,
     is_question: bool = False,
+    day: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Text that the exported model writes after `prompt`; the same for the same seed.
@@ -294,6 +306,7 @@ def sample_text(
     Args:
         temperature: 0 always takes the likeliest token.
         is_question: the prompt is a user's turn in a conversation, and the text returned is the answer alone.
+        day: date for a chat template that reads the clock, as YYYY-MM-DD; None: that of the run, else today's.
     """
     from transformers import AutoTokenizer
 
@@ -302,7 +315,7 @@ def sample_text(
     model.eval()
     ends = [tokenizer.eos_token_id]
     if is_question:
-        found, end = question_ids(prompt, tokenizer)
+        found, end = question_ids(prompt, tokenizer, day)
         ids, ends = torch.tensor([found]), [end, *ends]
     else:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]

@@ -32,6 +32,7 @@ from acc_lm.progress import Progress
 from acc_lm.retention import FORMAT, MANIFEST, STATE, Found, checksum, is_among_best, rotate
 from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
 from acc_lm.stop import FAILED_SAVE, StopRequest, crash_point
+from acc_lm.summary import flush
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -280,12 +281,13 @@ def _take_snapshot(
     def keep(key: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
         if copies is None:
-            tensors[key] = tensor.cpu().contiguous()
+            # From a GPU into memory that torch pins, all at once and awaited below.
+            tensors[key] = tensor.contiguous().to("cpu", non_blocking=tensor.is_cuda)
             return
         copy = copies.get(key)
         if copy is None:
             copy = copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        tensors[key] = copy.copy_(tensor, non_blocking=True)
+        tensors[key] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
     for piece in kept_pieces(model, optimizer):
         first, last = piece.share()
@@ -296,7 +298,7 @@ def _take_snapshot(
     if accelerator.is_main_process:
         for name, buffer in persistent_buffers(bare_model(model)):
             keep(f"{BUFFER}/{name}", buffer)
-    if copies is not None and accelerator.device.type == "cuda":
+    if accelerator.device.type == "cuda":
         torch.cuda.synchronize(accelerator.device)
     return Snapshot(tensors, {"starts": starts, "shapes": kept_shapes(model)}, state)
 
@@ -391,14 +393,6 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     flush(folder.parent)
 
 
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def storage_errors(root: Path, needed: int = 0) -> Iterator[None]:
     """Errors of the disk in words, with what is free and what this process needs, in bytes."""
@@ -429,7 +423,7 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in kept_shapes(model).items())
     there = sum(file.stat().st_size for file in root.glob("step-*/*"))
     needed = (kept + 1) * size - there  # one more than is kept: the new one is whole before an old one goes
-    free = shutil.disk_usage(output_dir).free
+    free = shutil.disk_usage(root if root.exists() else output_dir).free  # it may be a link to another disk
     if needed > free:
         raise StorageError(
             f"{root} must have room for {kept + 1} checkpoints of {size / 2**20:.1f} MiB, got {free / 2**20:.1f} MiB free "

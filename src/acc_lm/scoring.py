@@ -89,10 +89,12 @@ def read_documents(
     trained_on: str | None = None,
     references_column: str | None = None,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    day: str | None = None,
 ) -> ScoredText:
     """The text of a recipe as rows, exactly as a run would make them of it.
 
     Args:
+        day: date for a chat template that reads the clock where the recipe names none, as YYYY-MM-DD.
         held_out: only what the recipe holds out from training; else everything.
         trained_on: `Data.text_key` of the run whose held-out text this must be; None: no run's.
         references_column: of the records, with one right answer or a list of them; None: the answer of the conversation.
@@ -102,7 +104,7 @@ def read_documents(
         DataError, ConfigError: it cannot be read, or holds nothing to score.
         CheckpointError: it is not the text of that run.
     """
-    plan = plan_of(config)
+    plan = plan_of(config, day)
     references: dict[str, tuple[str, ...]] = {}
     if references_column is not None and plan is None:
         raise ConfigError(
@@ -203,7 +205,7 @@ def _conversations(
         np.array(num_bytes),
         tuple(conversation.place for conversation in conversations),
         tuple(conversations),
-        tuple(references.get(c.place, (str(c.messages[-1]["content"]),)) for c in conversations),
+        tuple(references.get(c.place, (str(c.messages[-1].get("content", "")),)) for c in conversations),
         plan,
         f"{plan.format}, scored on {plan.train_on}: {describe(counts)}",
     )
@@ -224,17 +226,19 @@ def build_scored_model(
     Raises:
         ConfigError: it cannot be loaded, or does not fit the tokenizer or the rows.
     """
-    folder = Path(str(config.name_or_path))
+    folder, device_type = Path(str(config.name_or_path)), accelerator.device.type
     if open_adapter(folder) is not None:
         model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
-        make_ready(model, config, tokenizer, sequence_length, packs)
+        make_ready(model, config, tokenizer, sequence_length, packs, device_type)
         # Engines take what could be trained only; it never is.
         beside: nn.Module = model.requires_grad_(True).train()
         return beside
     whole, _ = initialise_once(
         accelerator,
-        lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs),
-        lambda facts: build_empty_model(config, tokenizer, sequence_length, facts, packs=packs),
+        lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),
+        lambda facts: build_empty_model(
+            config, tokenizer, sequence_length, facts, packs=packs, device_type=device_type
+        ),
     )
     return whole
 
@@ -258,7 +262,7 @@ class Scores:
         return EvaluationResult(
             loss=nll / num_targets,
             token_accuracy=int(self.num_correct.sum()) / num_targets,
-            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else None,
             num_targets=num_targets,
             num_bytes=num_bytes,
         )

@@ -309,7 +309,23 @@ def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
     for batch in batches:
         for record in batch.to_pylist():
             number += 1
-            yield f"{file}: record {number}", record
+            yield f"{file}: record {number}", _as_written(record, batch.schema)
+
+
+def _as_written(record: dict[str, Any], schema: Any) -> dict[str, Any]:
+    """A record of a table without the nulls that stand in its structs only because all records have equal keys."""
+    import pyarrow.types as kinds
+
+    def without(value: Any, kind: Any) -> Any:
+        if value is not None and kinds.is_struct(kind):
+            return {
+                field.name: without(value[field.name], field.type) for field in kind if value[field.name] is not None
+            }
+        if value is not None and (kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)):
+            return [without(inner, kind.value_type) for inner in value]
+        return value
+
+    return {field.name: without(record[field.name], field.type) for field in schema}
 
 
 def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | None:
@@ -405,9 +421,10 @@ def _hub_corpus(config: DataConfig, read: Reader | None) -> Corpus:
 
     def documents(dataset: Any, split: str) -> Callable[[Skipped], Iterator[Document]]:
         def iterate(skipped: Skipped) -> Iterator[Document]:
+            schema = dataset.features.arrow_schema
             for number, record in enumerate(dataset, start=1):
                 place = f"{config.dataset} ({split}): record {number}"
-                text = reader(record, place, skipped)
+                text = reader(_as_written(record, schema), place, skipped)
                 if text is not None:
                     yield Document(text, None, place)
 

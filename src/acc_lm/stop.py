@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,16 +96,22 @@ class StopRequest:
                 os._exit(128 + number[0])
 
     @contextmanager
-    def saving(self, accelerator: Accelerator) -> Iterator[None]:
-        """The loop: until the context ends, a request waits for `agreed`. Every process calls."""
+    def saving(self, accelerator: Accelerator, timeout_seconds: float = 1800) -> Iterator[None]:
+        """The loop: until the context ends, a request waits for `agreed`. Every process calls.
+
+        Args:
+            timeout_seconds: how long `agreed` waits for another process, where it has a group of its own.
+        """
         import torch.distributed as dist
 
         if accelerator.num_processes > 1:
             # A group on the CPU: agreeing must not wait for the device.
-            self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+            own = dist.get_backend() != "gloo"
+            limit = timedelta(seconds=timeout_seconds)
+            self._group = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
         for name in ("STOP", SAVE):
             file = self._output_dir / name
-            if is_main_process() and file.exists() and file.stat().st_mtime < self._started:
+            if is_main_process() and file.is_file() and file.stat().st_mtime < self._started:
                 print(f"removed {file}, which was there before the run started", file=sys.stderr)
                 file.unlink()
         self._in_loop = True
@@ -141,9 +148,9 @@ class StopRequest:
             self._reason = "training.max_minutes"
         if is_main_process() and now - self._looked > FILE_SECONDS:
             self._looked = now
-            if self._reason is None and (self._output_dir / "STOP").exists():
+            if self._reason is None and (self._output_dir / "STOP").is_file():
                 self._reason = "the file STOP"
-            self._wants_save = (self._output_dir / SAVE).exists()
+            self._wants_save = (self._output_dir / SAVE).is_file()
         return NUMBERS[self._reason] if self._reason else int(self._wants_save)
 
     def agreed(self) -> str | None:

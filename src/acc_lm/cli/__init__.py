@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
@@ -53,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest tokens (default 50)"
     )
     generate.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    generate.add_argument(
+        "--date", metavar="YYYY-MM-DD", help="for a chat template that reads the clock (default: the date of the run)"
+    )
 
     evaluate = verbs.add_parser(
         "evaluate",
@@ -307,6 +311,7 @@ def _generate(known: argparse.Namespace) -> int:
         ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
         ("--temperature", not 0 <= known.temperature < math.inf, "0 or more, and finite"),
         ("--top-k", known.top_k < 1, "at least 1"),
+        ("--date", known.date is not None and not _is_day(known.date), "a date as YYYY-MM-DD"),
         ("--seed", not -(2**63) <= known.seed < 2**64, "a number of 64 bits"),
     ):
         if wrong:
@@ -321,7 +326,7 @@ def _generate(known: argparse.Namespace) -> int:
     try:
         text = sample_text(
             known.model, known.prompt, max_new_tokens=known.max_new_tokens,
-            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat,
+            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat, day=known.date,
         )  # fmt: skip
     except ConfigError:
         raise
@@ -329,6 +334,13 @@ def _generate(known: argparse.Namespace) -> int:
         raise _not_loadable("model", known.model, error) from None
     print(printable(text, keep="\n\t"))
     return 0
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def _recipe(known: argparse.Namespace) -> int:
@@ -344,9 +356,14 @@ def _doctor(known: argparse.Namespace) -> int:
     from acc_lm.recipe import load_config
     from acc_lm.runtime import check_config, machine
 
-    if known.overrides and not (known.config and known.config_file):
+    if known.config_file is None and (known.config or known.overrides or known.num_processes is not None):
         raise ConfigError(
-            f"overrides must come with --config and --config_file, got {' '.join(known.overrides)}; add the recipe and where to run it"
+            "command line: --config and --num_processes must come with --config_file, got none; name the Accelerate config to judge, "
+            "e.g. accelerate_configs/ddp.yaml"
+        )
+    if known.overrides and not known.config:
+        raise ConfigError(
+            f"overrides must come with --config, got {' '.join(known.overrides)}; name the recipe that they belong to"
         )
     with stdout_on_stderr(known.json):
         found = machine()

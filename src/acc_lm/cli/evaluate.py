@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +166,10 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
             f"--data must name files to evaluate on, got none, and {request.model} is in no run, which would say what it held out; add it"
         )
     recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
-    data: dict[str, Any] = dict(recipe.get("data", {})) | {"chat_template": None}  # the tokenizer has it
+    data: dict[str, Any] = dict(recipe.get("data", {})) | {
+        "chat_template": None,
+        "chat_template_date": None,
+    }  # the tokenizer has them
     if not request.data and (data.get("mixture") or data.get("streaming")):
         kind = "mixture" if data.get("mixture") else "stream"
         raise ConfigError(
@@ -296,6 +300,7 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
     from tqdm import tqdm
 
     from acc_lm import runtime
+    from acc_lm.chat import day_of
     from acc_lm.export import exported_steps
     from acc_lm.optimizer import build_optimizer
     from acc_lm.scoring import build_scored_model, read_documents, score, write_rows
@@ -312,6 +317,7 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
     def bar(what: str, total: int | None, unit: str) -> Any:
         return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None if is_main else True)
 
+    day = runtime.on_main(accelerator, lambda: day_of(tokenizer) or date.today().isoformat())
     with bar("tokenise", None, "B") as shown:
         text = read_documents(
             config.data, tokenizer, config.seed,
@@ -319,6 +325,7 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
             trained_on=_environment_of(run)["text_key"] if run else None,
             references_column=request.references_column,
             progress=shown.update,
+            day=day,
         )  # fmt: skip
     if request.generate and text.plan is None:
         raise ConfigError(
@@ -346,7 +353,7 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
         "bytes": int(scores.num_bytes.sum()),
         "loss": result.loss,
         "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte if math.isfinite(result.bits_per_byte) else None,
+        "bits_per_byte": result.bits_per_byte,
         "token_accuracy": result.token_accuracy,
     }
     prompts: list[Prompt] = []
