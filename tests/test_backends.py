@@ -525,7 +525,7 @@ def test_parity_sees_a_launch_that_learned_from_other_rows(
     def launch(script: list[str], file: Path | None, num_processes: int, *more: object, **named: object) -> None:
         folder = Path(script[-1].removeprefix("output_dir="))
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict.fromkeys(TOLERANCE["no"], 2.0)}) + "\n")
         environment = {"num_processes": num_processes, "strategy": "ddp", "engine": "Model"}
         (folder / "environment.json").write_text(json.dumps(environment))
         (folder / "summary.json").write_text(json.dumps({"ledger": str(num_processes // 3), "peak_memory_gb": [1.0]}))

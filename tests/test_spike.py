@@ -145,7 +145,8 @@ def test_a_threshold_is_in_standard_deviations_of_the_losses_before() -> None:
 
     for jump, told in ((5.99, 0), (6.01, 1)):
         config = TrainingConfig(max_steps=1, spike_threshold=6.0)
-        watch = Watch(Alone(), None, config, None, Path(), recent_losses=[2.8, 3.0, 3.2] * 20)  # type: ignore[arg-type]
+        before = {"recent_losses": [2.8, 3.0, 3.2] * 20}
+        watch = Watch(Alone(), None, config, None, Path(), before=before)  # type: ignore[arg-type]
         watch._compare(61, 3.0 + jump * 1.4826 * 0.2)
         assert len(watch.news()) == told
 
