@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_training
+from processes import Launch, run_training
+
+from acc_lm import history, resuming, summary
+from acc_lm.errors import ConfigError
+from acc_lm.retention import Found
+from acc_lm.summary import open_output_dir
 
 GOOD = json.dumps({"text": "good words " * 40})
 
@@ -114,9 +121,7 @@ def test_a_missing_file_names_the_nearest(tiny: list[str], tmp_path: Path) -> No
         in finished.errors[0]
     )
     finished = run_training([*tiny, f"data.files={tmp_path / '*.md'}"], expect=3)
-    assert (
-        f"data.files must fit at least one file, got '{tmp_path / '*.md'}'; paths are relative to" in finished.errors[0]
-    )
+    assert f"data.files must fit at least one file, got '{tmp_path / '*.md'}'; correct data.files" in finished.errors[0]
     finished = run_training([*tiny, f"data.files={tmp_path}"], expect=3)
     assert "a folder is named with a glob such as" in finished.errors[0]
 
@@ -242,6 +247,75 @@ def test_an_output_folder_that_cannot_be_written(kind: str, tiny: list[str], tmp
     target = {"file": "file", "below a file": "file/run", "read-only": "/proc/run"}[kind]
     finished = run_training([*tiny, f"output_dir={tmp_path / target}"], expect=2)
     assert "output_dir must be a folder that can be written" in finished.errors[0]
+
+
+def foreign(name: str, content: str = "mine") -> Callable[[Path], Any]:
+    def make(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+
+    return make
+
+
+def dangling(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(folder / "purged")
+
+
+OUTPUT_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a model": (foreign("final/thesis.txt"), "which holds final that no run of acc-lm wrote; move that away, or choose another"),
+    "a half-made model": (foreign("tmp-final/thesis.txt"), "which holds tmp-final that"),
+    "a tokenizer": (foreign("tokenizer/tokenizer.json"), "which holds tokenizer that"),
+    "a recipe": (foreign("config.yaml"), "which holds config.yaml that"),
+    "a record": (foreign("metrics.jsonl", '{"step": 1, "loss": 2.0}\n'), "which holds metrics.jsonl that"),
+    "a record of anything": (foreign("metrics.jsonl", "1\n"), "which holds metrics.jsonl that"),
+    "a summary": (foreign("summary.json", '{"status": "fine"}'), "which holds summary.json that"),
+    "checkpoints": (foreign("checkpoints/last.ckpt"), "which holds checkpoints that"),
+    "several": (lambda folder: [foreign(name)(folder) for name in ("final/x", "config.yaml")], "which holds config.yaml, final that"),
+    "a file for a folder": (foreign("checkpoints"), "checkpoints must be a folder, got something else; move it away"),
+    "a folder for a file": (foreign("metrics.jsonl/x"), "metrics.jsonl must be a file, got something else"),
+    "a link to nothing": (dangling, "where there is nothing; make that folder, or remove the link"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTPUT_FOLDERS)
+def test_an_output_folder_with_what_no_run_wrote_is_refused_untouched(name: str, tmp_path: Path) -> None:
+    make, says = OUTPUT_FOLDERS[name]
+    make(tmp_path / "run")
+    before = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
+    with pytest.raises(ConfigError, match=re.escape(says)), open_output_dir(tmp_path / "run", alone=True):
+        pass
+    assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder to save in, a log of the scheduler, what an evaluation or a failed attempt left, a kill while it begins."""
+    foreign("final/thesis.txt")(tmp_path / "run")
+    assert len(run_training(tiny, expect=2).errors) == 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
+    shutil.rmtree(tmp_path / "run")
+    foreign("slurm-1.out")(tmp_path / "run")
+    (tmp_path / "run/checkpoints").mkdir()
+    run_training([*tiny, "data.files=/nowhere.txt"], expect=3)
+
+    def killed() -> int:
+        import train
+        from acc_lm import resuming
+
+        resuming.dump_config = lambda config: os._exit(9)
+        return train.main(tiny)
+
+    assert Launch(killed).wait().code == 9
+    (tmp_path / "run/summary.json").unlink()
+    assert not (tmp_path / "run/config.yaml").exists()
+    summary.check_output_dir(tmp_path / "run")
+    (tmp_path / "evaluated").mkdir()
+    monkeypatch.setattr(resuming, "environment", lambda identity: {"strategy": "single"})
+    resuming.begin(tmp_path / "evaluated", Found(None), None, None, None, trains=False)
+    history.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
+    summary.check_output_dir(tmp_path / "evaluated")
 
 
 def test_an_unexpected_error_keeps_its_traceback_and_is_noted(

@@ -16,8 +16,14 @@ import torch
 from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import different, tensors_of, wait_for
 
-from acc_lm import retention
-from acc_lm.retention import FORMAT, MANIFEST, STATE, problem_with
+from acc_lm import resuming, retention
+from acc_lm.config import TokenizerConfig
+from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.history import read
+from acc_lm.recipe import load_config
+from acc_lm.retention import FORMAT, MANIFEST, STATE, Checkpoint, problem_with
+from acc_lm.summary import write_failure
+from acc_lm.tokenizer import make_tokenizer
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 
@@ -259,21 +265,86 @@ def test_a_path_starts_another_run_from_there(run: Path, tiny: list[str], tmp_pa
 
 
 def test_a_path_typed_again_goes_on_with_the_run_that_it_started(run: Path, tiny: list[str], tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    command = [*tiny, f"output_dir={other}", f"checkpoint.resume={run}/checkpoints/step-00000002"]
+    """Also when it is a link that leads elsewhere by then, or what the link led to."""
+    other, link = tmp_path / "other", tmp_path / "best"
+    link.symlink_to(run / "checkpoints/step-00000002")
+    command = [*tiny, f"output_dir={other}", f"checkpoint.resume={link}"]
     run_training([*command, "training.max_steps=8"])
+    link.unlink()
+    link.symlink_to(run / "checkpoints/step-00000006")
     again = run_training([*command, "training.max_steps=10"])
     assert f"resumed from {other}/checkpoints/step-00000008 at step 8" in again.output
+    path = f"checkpoint.resume={run}/checkpoints/step-00000002"
+    assert "step-00000010 at step 10" in run_training([*command, "training.max_steps=10", path]).output
     assert not list((other / "checkpoints").glob("aside-*"))
 
 
 def test_a_rewound_run_leaves_its_old_course_aside(run: Path, tiny: list[str]) -> None:
+    """With its record, and with a file that somebody has put into final/."""
+    record = (run / "metrics.jsonl").read_text()
+    (run / "final/thesis.txt").write_text("the only copy")
     finished = run_training([*tiny, f"checkpoint.resume={run}/checkpoints/step-00000002"])
     assert "at step 2" in finished.output
+    assert (run / "aside-metrics.jsonl").read_text() == record
+    assert (run / "aside-final/thesis.txt").read_text() == "the only copy"
+    assert not (run / "final/thesis.txt").exists()
     assert {path.name for path in (run / "checkpoints").glob("aside-*")} == {
         "aside-step-00000004",
         "aside-step-00000006",
     }
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path, tiny: list[str]) -> None:
+    """Over its own record and model; also after a mistake in between, and not with another recipe either."""
+    shutil.rmtree(run / "checkpoints")
+    write_failure(str(run), "data_error", 3, "no text", True)
+    before = contents(run)
+    finished = run_training([*tiny, "training.micro_batch_size=6"], 2)
+    assert f"already complete: step 6, exported to {run}/final" in finished.output
+    assert contents(run) == before
+
+    def start(*overrides: str) -> str | None:
+        return resuming._already_complete(run, load_config(Path(tiny[1]), [tiny[2], *overrides]))
+
+    with pytest.raises(CheckpointError) as refused:
+        start("training.max_steps=8")
+    assert refused.value.problems == (
+        f"{run}/final was made by another recipe: training.max_steps was 6, is 8",
+        f"there is no checkpoint of it to go on from; choose another output_dir (output_dir={run}-2), or remove {run}/final to "
+        "start from scratch",
+    )
+    with pytest.raises(CheckpointError, match="seed was 7, is 8"):
+        start("seed=8")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume was 'auto', is '/elsewhere'"):
+        start("checkpoint.resume=/elsewhere")
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume must be auto for .* holds a finished run, got never"):
+        start("checkpoint.resume=never")
+    (run / "summary.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="must be the end of a run that is known, got one without checkpoints"):
+        start()
+    shutil.rmtree(run / "final")
+    assert start() is None
+
+
+def test_damaged_records_stop_neither_a_run_nor_the_note_of_its_failure(run: Path, tiny: list[str]) -> None:
+    """As a power cut leaves them; and folders named STOP and SAVE ask for nothing."""
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\x00\x00\xff\xfe\x00\n1\n[2]\n{}\n" + b'{"step": "x"}\n{"step": 6, "train/loss": "low"}\n')
+    for values in ('{"attempt": "x"}', "[" * 100_000, "\xff\xfe"):
+        (run / "summary.json").write_bytes(values.encode("latin-1"))
+        write_failure(str(run), "data_error", 3, "no text", True)
+        assert json.loads((run / "summary.json").read_text())["status"] == "data_error"
+    (run / "STOP").mkdir()
+    (run / "SAVE").mkdir()
+    before = [entry["step"] for entry in read(run)]
+    run_training([*tiny, "training.max_steps=8"])
+    assert [entry["step"] for entry in read(run)] == [*before, 8, 8]
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
 def test_another_precision_is_another_recipe(run: Path, tiny: list[str]) -> None:
@@ -348,6 +419,41 @@ def test_other_text_under_the_same_name_is_refused(run: Path, tiny: list[str], t
         assert "must have been trained on this text, got other text" in finished.errors[0]
     finally:
         text_file.write_text(original)
+
+
+def test_text_tokenizer_and_base_are_known_by_content_wherever_they_are(
+    finished_run: Path, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    """On another machine everything lies elsewhere; other weights are another base, in one line."""
+    for name in ("here", "there", "changed"):
+        shutil.copytree(finished_run / "final", tmp_path / name)
+    shutil.copy(text_file, tmp_path / "there")
+    flip_a_byte(tmp_path / "changed/model.safetensors")
+    here = [f"model.name_or_path={tmp_path}/here", f"tokenizer.name_or_path={tmp_path}/here"]
+    run_training([*tiny, "model.config=null", *here, "training.max_steps=2"])
+    there = [word.replace("/here", "/there") for word in here]
+    there.append(f"data.files={tmp_path}/there/{text_file.name}")
+    moved = run_training([*tiny, "model.config=null", *there, "training.max_steps=3"])
+    assert "step-00000002 at step 2" in moved.output
+    changed = [*here, f"model.name_or_path={tmp_path}/changed"]
+    refused = run_training([*tiny, "model.config=null", *changed, "training.max_steps=4"], expect=5)
+    (line,) = refused.errors
+    assert (
+        f"step-00000003 must have begun from the base model at {tmp_path}/changed, got one that began from other"
+        in line
+    )
+
+
+def test_ids_that_stand_for_other_tokens_cannot_be_allowed(tiny: list[str], tmp_path: Path) -> None:
+    """As those of a tokenizer made from the text do, when the text is another one."""
+    config = load_config(Path(tiny[1]), [tiny[2], "checkpoint.allow_changed_recipe=true"])
+    old, new = (make_tokenizer(TokenizerConfig(kind="char"), [text]) for text in ("abc", "abd"))
+    checkpoint = Checkpoint(tmp_path, {"data_key": "x", **resuming.origin_of(old, "")})
+    resuming.check_same_origin(checkpoint, config, "y", resuming.origin_of(old, ""))
+    with pytest.raises(
+        CheckpointError, match="trained with this tokenizer, got one in which ids stand for other tokens"
+    ):
+        resuming.check_same_origin(checkpoint, config, "y", resuming.origin_of(new, ""))
 
 
 def test_newest_and_best_are_kept_and_known(tiny: list[str], tmp_path: Path) -> None:

@@ -63,13 +63,17 @@ def test_a_single_bad_step_is_skipped_counted_and_dumped(
 
 
 def test_a_resumed_run_goes_on_counting(tiny: list[str], tmp_path: Path) -> None:
+    """All that were skipped, and those in a row: two before the interruption and one after it are three."""
     longer = ["training.max_steps=8", "training.log_every=1"]
-    assert train_with_bad_losses(tiny, (3,), 1, float("nan")).codes == [0]
-    assert train_with_bad_losses([*tiny, *longer], (7,), 1, float("nan")).codes == [0]
+    assert train_with_bad_losses(tiny, (3, 5, 6), 1, float("nan")).codes == [0]
+    finished = train_with_bad_losses([*tiny, *longer], (7,), 1, float("nan"))
+    assert finished.codes == [6], finished.output
+    assert "got 3 of 3 tolerated steps in a row where it was not, in step 7" in finished.errors[0]
+    assert train_with_bad_losses([*tiny, *longer], (8,), 1, float("nan")).codes == [0]
     counts = {
         entry["step"]: entry["train/skipped_steps"] for entry in read(tmp_path / "run") if "train/tokens" in entry
     }
-    assert (counts[6], counts[7], counts[8]) == (1, 2, 2)
+    assert (counts[6], counts[7], counts[8]) == (3, 3, 4)
 
 
 def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_is_the_newest(

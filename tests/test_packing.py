@@ -564,6 +564,18 @@ def test_flex_attention_takes_windows_and_soft_caps(name: str) -> None:
     assert abs(sums.nll.item() / expected[0] - 1) <= 1e-6
 
 
+def test_block_masks_are_for_runs_on_a_gpu_and_not_for_machines_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention has no backward on a CPU."""
+    from acc_lm.model import _prepare_packing
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, own = make_model("mistral window"), "transformers' sdpa (sliding_window)"
+    before = model.config._attn_implementation
+    assert _prepare_packing(model, own, "cpu") == own
+    assert model.config._attn_implementation == before
+    assert _prepare_packing(model, own, "cuda") != own
+
+
 def test_attention_dropout_is_refused_where_flex_attention_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acc_lm.model, "document_mask", block_mask)
     model = make_model("llama")

@@ -46,6 +46,15 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
         if rank == victim:
             wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGKILL), 4)
 
+    before = {
+        "status": "preempted",
+        "attempt": 1,
+        "step": 1,
+        "last_checkpoint": "step-00000001",
+        "resumed_from": "none",
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text(json.dumps(before))
     started = time.monotonic()
     finished = start(tiny, 2, sabotage, config).wait(60)
     assert time.monotonic() - started < 40
@@ -59,6 +68,9 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
     assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; the same command goes on" in line
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("worker_lost", 7)
+    # Where the run stands now, nothing of what the attempt before had said.
+    assert (summary["step"], summary["last_checkpoint"]) == (3, f"{tmp_path}/run/checkpoints/step-00000003")
+    assert "resumed_from" not in summary
 
 
 def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ def test_step_k_has_the_rate_that_trainer_gives_it(name: str) -> None:
     """Trainer steps its scheduler after each optimizer step: step k runs at the factor of k - 1."""
     arguments = ARGUMENTS.get(name, {})
     rate = build_schedule(
-        ScheduleConfig(name=name, warmup_steps=5, arguments=arguments), OptimizerConfig(learning_rate=1e-3), 40
+        ScheduleConfig(name=name, warmup_steps=5 * (name != "constant"), arguments=arguments),
+        OptimizerConfig(learning_rate=1e-3),
+        40,
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     scheduler = get_scheduler(
@@ -64,6 +66,39 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     assert rate(1000) == pytest.approx(0.1, rel=1e-2)
     with pytest.raises(ConfigError, match="num_decay_steps"):
         build_schedule(ScheduleConfig(name="warmup_stable_decay", warmup_steps=1), OptimizerConfig(), 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cosine", {"num_cycles": "two"}),
+        ("polynomial", {"power": "two"}),
+        ("inverse_sqrt", {"timescale": 0}),
+        ("cosine", {"last_epoch": 5}),
+        ("cosine_with_min_lr", {"min_lr": 1.0}),
+        ("cosine_with_min_lr", {"min_lr_rate": 2.0}),
+        ("warmup_stable_decay", {"num_decay_steps": 10, "min_lr_ratio": 2.0}),
+        ("warmup_stable_decay", {"num_decay_steps": 37}),
+    ],
+)
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_arguments_that_fail_later_in_the_run_are_refused_before_it(
+    name: str, arguments: dict[str, object], warmup_steps: int
+) -> None:
+    """Also those that would raise the rate above its peak, or make it fall in one step because the decay is longer than the run."""
+    config = ScheduleConfig(name=name, warmup_steps=warmup_steps, arguments=arguments)
+    with pytest.raises(ConfigError, match=r"schedule\.arguments(\.num_decay_steps)? must"):
+        build_schedule(config, OptimizerConfig(learning_rate=1e-2), 36)
+
+
+def test_keys_that_a_schedule_would_ignore_are_refused() -> None:
+    with pytest.raises(ValueError, match="warmup_steps must be 0 for schedule constant, got 3"):
+        ScheduleConfig(name="constant", warmup_steps=3)
+    constant = ScheduleConfig(name="constant")
+    assert ScheduleConfig.model_validate(constant.model_dump()) == constant, "as config.yaml has it"
+    for argument in ("min_lr", "min_lr_rate"):
+        with pytest.raises(ValueError, match=f"min_learning_rate must be 0 beside arguments.{argument}, got 0.001"):
+            ScheduleConfig(name="cosine_with_min_lr", min_learning_rate=1e-3, arguments={argument: 1e-4})
 
 
 @pytest.mark.parametrize(("how", "factor"), [("linear", 4.0), ("sqrt", 2.0)])

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import ROOT, Finished, Launch, launcher_environment, run_training, start_training
@@ -232,6 +233,69 @@ def test_a_disk_that_turns_read_only_is_the_same(tiny_recipe: Path, tmp_path: Pa
         assert [problem_with(folder) for folder in checkpoint.parent.glob("step-*")] == [None]
         subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "disk")], check=True)
         assert f"resumed from {checkpoint}" in run_training(arguments).output
+
+
+def test_what_a_file_system_does_not_have_costs_a_line_and_not_the_run(tiny: list[str], tmp_path: Path) -> None:
+    """Locks, links, modes, flushed folders: Lustre, SMB, exFAT and some that live in user space lack one or another."""
+    command = [*tiny, "checkpoint.keep_last=2", "checkpoint.keep_best=0"]
+
+    def run() -> int:
+        import fcntl
+
+        import train
+
+        def lacks(number: int) -> Callable[..., None]:
+            def call(*_: object, **__: object) -> None:
+                raise OSError(number, os.strerror(number))
+
+            return call
+
+        flush = os.fsync
+
+        def files_only(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            flush(descriptor)
+
+        fcntl.lockf, os.symlink, os.fsync = lacks(errno.ENOSYS), lacks(errno.EPERM), files_only  # type: ignore[assignment]
+        os.chmod = lacks(errno.EOPNOTSUPP)  # type: ignore[assignment]
+        return train.main(command)
+
+    finished = Launch(run).wait()
+    assert finished.code == 0, finished.output
+    warnings = [line for line in finished.output.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 4, finished.output
+    for lack in ("without locks", "without links", "without modes", "that cannot flush folders"):
+        assert sum(lack in line for line in warnings) == 1, lack
+    folders = sorted((tmp_path / "run/checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step-00000004", "step-00000006"]
+    assert "resumed from" in run_training([*command, "training.max_steps=7"]).output
+
+
+def test_room_is_looked_for_on_the_disk_that_the_checkpoints_are_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`checkpoints` may be a link to a larger one, or to a smaller one."""
+    import torch
+
+    from acc_lm import saving
+    from acc_lm.config import CheckpointConfig
+    from acc_lm.errors import StorageError
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "other")
+    free = {tmp_path / "run": 0, tmp_path / "other": 1 << 30}
+
+    def usage(path: Path) -> Any:
+        return shutil._ntuple_diskusage(1 << 40, 0, free[Path(path).resolve()])  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(saving.shutil, "disk_usage", usage)
+    model = torch.nn.Linear(64, 64)
+    saving.check_disk_space(tmp_path / "run", model, CheckpointConfig(), 100)
+    free[tmp_path / "run"], free[tmp_path / "other"] = 1 << 30, 0
+    with pytest.raises(StorageError, match=r"must have room for 3 checkpoints of .* got 0\.0 MiB free"):
+        saving.check_disk_space(tmp_path / "run", model, CheckpointConfig(), 100)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 import acc_lm.losses
 from acc_lm.attention import causal_attention, kernel_order, prefer_kernels
 from acc_lm.checkpoint import read_tensors
+from acc_lm.config import Config
 from acc_lm.errors import ConfigError, MachineError
 
 GPU = torch.device("cuda")
@@ -336,6 +337,23 @@ def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: li
 
     with pytest.raises(ConfigError, match=says):
         check_recipe(load_config(Path(tiny[1]), ["model.config=null", "model.name_or_path=somewhere", override]))
+
+
+def test_positions_that_8_bits_cannot_multiply_are_refused_before_anything_is_read(tiny: list[str]) -> None:
+    """The gradient of a weight is a product over all positions of a micro-batch; a search may end at a single row."""
+    from acc_lm.recipe import load_config
+    from acc_lm.runtime import check_run
+    from acc_lm.runtime.fp8 import check_rows
+
+    def recipe(length: int, *more: str) -> Config:
+        fixed = ["training.mixed_precision=fp8", "training.micro_batch_size=2", f"data.sequence_length={length}"]
+        return load_config(Path(tiny[1]), [*fixed, *more])
+
+    with pytest.raises(ConfigError, match=r"must be a multiple of 16 with training.mixed_precision fp8, got 30 x 2"):
+        check_run(recipe(30))
+    check_run(recipe(24))
+    with pytest.raises(ConfigError, match=r"got 24 x 1; make data.sequence_length one"):
+        check_rows(recipe(24, "training.find_micro_batch_size=true"), 2)
 
 
 def test_a_model_without_a_layer_for_fp8_is_refused() -> None:

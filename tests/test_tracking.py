@@ -484,6 +484,22 @@ def test_a_second_process_has_no_tracker_no_bar_and_no_file_but_its_tensors(tiny
     assert list(run.glob("checkpoints/latest/tensors-00001-of-00002.safetensors"))
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"id": "x", "sent": "y", "uploaded": 0, "recipe": {}}'])
+def test_a_damaged_note_about_wandb_costs_a_line_and_a_new_run_there(
+    content: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from acc_lm.recipe import load_config
+
+    recipe = load_config(tiny[1]).model_dump(mode="json")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/chain.json").write_text(content)
+    chain = tracking.WandbChain(tmp_path, recipe, 6)
+    assert "chain.json cannot be read; W&B gets a new run" in capsys.readouterr().err
+    assert chain.takes(1), "the whole history"
+    assert tracking.WandbChain(tmp_path, recipe, 6).id == chain.id
+    assert capsys.readouterr().err == ""
+
+
 def test_wandb_mode_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert tracking.wandb_mode()[0] == "disabled"

@@ -9,6 +9,7 @@ import difflib
 import math
 import os
 import re
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -48,6 +49,20 @@ def _at_home(value: str) -> str:
 Place = Annotated[str, AfterValidator(_at_home)]
 """A path, in which ~ is the home folder, or a name on the Hub."""
 Folder = Annotated[Place, AfterValidator(os.path.normpath)]
+
+
+def _as_day(value: Any) -> Any:
+    return value.isoformat() if type(value) is date else value  # YAML has dates of its own
+
+
+def _day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; change it") from None
+
+
+Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
 
 
 def _name_in_tracker(value: str) -> str:
@@ -99,6 +114,8 @@ class ModelConfig(Section):
     """Enlarge the embeddings when the tokenizer has more ids than the model."""
     trust_remote_code: bool = False
     """Run Python code that a model repository brings along."""
+    router_loss: Literal["exact", "per_micro_batch", "off"] = "exact"
+    """Load-balancing loss of a mixture of experts, times the model's own coefficient (`router_aux_loss_coef`). exact: over the global batch, whatever its split, for a second forward pass under accumulation; per_micro_batch: mean over the micro-batches, as elsewhere; off: none. Nothing for other models."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -110,6 +127,12 @@ class ModelConfig(Section):
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config must name a model_type of transformers, got none; add e.g. model_type: llama")
+        asked = (self.config or {}).get("output_router_logits")
+        if isinstance(asked, bool) and asked != (self.router_loss != "off"):
+            raise ValueError(
+                f"config.output_router_logits must be left out where model.router_loss decides, got {asked} beside {self.router_loss}; "
+                "set model.router_loss to exact or off"
+            )
         return self
 
 
@@ -237,6 +260,8 @@ class DataConfig(Section):
     """Which tokens of a conversation are targets; null: the assistant's, or the completion's."""
     chat_template: Place | None = None
     """File with a Jinja chat template; null: the tokenizer's own, or a plain one for a tokenizer that has none."""
+    chat_template_date: Day | None = None
+    """Date that a chat template which reads the clock writes, as YYYY-MM-DD; null: that of the first start of the run."""
     max_lossy_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the conversations that may be cut, have no target, or lose content to the template; more is an error."""
     packing: bool = True
@@ -496,6 +521,26 @@ class ScheduleConfig(Section):
                 f"min_learning_rate must be 0 for schedule {self.name}, got {self.min_learning_rate}; "
                 f"it belongs to {', '.join(served)}; others take schedule.arguments"
             )
+        given = [key for key in ("min_lr", "min_lr_rate") if key in self.arguments]
+        if self.min_learning_rate > 0 and given:
+            raise ValueError(
+                f"min_learning_rate must be 0 beside arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_has_no_warmup(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "constant":
+            return {"warmup_steps": 0, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _warmup_is_used(self) -> ScheduleConfig:
+        if self.name == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps must be 0 for schedule constant, got {self.warmup_steps}; set it to 0, or name=constant_with_warmup"
+            )
         return self
 
 
@@ -752,7 +797,19 @@ NOT_LEARNED = (
     "training.deterministic",
     "training.cudnn_attention",
     "model.gradient_checkpointing",
+    # Places: what is found there is known by its content, the text and the tokenizer by the key of the rows, the base
+    # model by the checksum of its weights.
+    "data.files",
+    "data.eval_files",
+    "data.dataset",
+    "data.chat_template",
+    "tokenizer.name_or_path",
+    "model.name_or_path",
+    "model.revision",
+    "model.trust_remote_code",
 )
+LEARNED = ("distributed.comm_hook", "distributed.comm_hook_arguments")
+"""Keys in a section of those that change the numbers all the same."""
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -777,7 +834,9 @@ def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple
     before, after = flatten(old), flatten(new)
     changes = {}
     for key in sorted(before.keys() | after.keys()):
-        if any(key == free or key.startswith(free + ".") for free in NOT_LEARNED):
+        name = re.sub(r"^data\.mixture\.\d+\.", "data.", key)
+        is_free, is_learned = (any(f"{name}.".startswith(f"{k}.") for k in keys) for keys in (NOT_LEARNED, LEARNED))
+        if is_free and not is_learned:
             continue
         was, now = before.get(key), after.get(key)
         longer = key in ("training.max_steps", "training.num_epochs") and was and now and now > was

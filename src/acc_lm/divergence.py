@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Watch:
 
     Args:
         num_skipped: steps that the run has left out so far.
-        recent_losses: what `state` held when the checkpoint was saved.
+        before: what `state` held when the checkpoint was saved.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Watch:
         order: RowOrder,
         output_dir: Path,
         num_skipped: int = 0,
-        recent_losses: Iterable[float] = (),
+        before: Mapping[str, Any] | None = None,
     ) -> None:
+        before = before or {}
         self.num_skipped = num_skipped
         """Steps that changed nothing: skipped, or rewound."""
         self.sums = (0.0, 0)
@@ -57,8 +58,8 @@ class Watch:
         self._order, self._output_dir = order, output_dir
         self._unread: list[tuple[Tensor, int]] = []
         """(this process's summed loss, targets of the global batch) of each step."""
-        self._skipped_in_a_row = 0
-        self._recent = deque(recent_losses, maxlen=WINDOW)
+        self._skipped_in_a_row = before.get("skipped_in_a_row", 0)
+        self._recent = deque(before.get("recent_losses", ()), maxlen=WINDOW)
         self._loss = math.nan
         self._in_spike = False
         self._rewinds = (0, 0)
@@ -66,9 +67,10 @@ class Watch:
         self._lines: list[str] = []
 
     @property
-    def state(self) -> dict[str, list[float]]:
-        """What the next loss is compared with; a checkpoint keeps it, so that a resumed run sees the same spikes."""
-        return {"recent_losses": list(self._recent)}
+    def state(self) -> dict[str, Any]:
+        """What the next loss is compared with and how many steps in a row were skipped; a checkpoint keeps it, so that a
+        resumed run sees the same."""
+        return {"recent_losses": list(self._recent), "skipped_in_a_row": self._skipped_in_a_row}
 
     def news(self) -> list[str]:
         """A line for everything unusual since the last call."""

@@ -15,24 +15,47 @@ PICTURE = "training_curves.png"
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add one line; plain floats, the step first."""
+    """Add one line; plain floats, the step first, without what is no number: JSON has no others."""
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     with (output_dir / FILE).open("a") as file:
-        file.write(json.dumps({"step": step, **metrics}) + "\n")
+        file.write(to_json({"step": step, **finite}) + "\n")
+
+
+def to_json(values: Any, indent: int | None = None) -> str:
+    """JSON text; a number that is not finite is null, for JSON has no other."""
+    return json.dumps(_finite(values), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
-    """All whole lines; a line that a killed process left half written is passed over."""
+    """All whole lines, with nan for null; a line that a killed process or a power cut left damaged is skipped."""
     try:
-        lines = (output_dir / name).read_text().splitlines()
+        lines = (output_dir / name).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     entries = []
     for line in lines:
         try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append({key: math.nan if value is None else value for key, value in entry.items()})
     return entries
+
+
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """Folder of the highest step that has a manifest; nothing in it is read."""
+    manifests = (output_dir / "checkpoints").resolve().glob("step-*/manifest.json")
+    steps = {file.parent.name.removeprefix("step-"): file.parent for file in manifests}
+    return max(((int(step), folder) for step, folder in steps.items() if step.isdecimal()), default=(0, None))[1]
 
 
 def gain(metric: str, value: float) -> float:
@@ -82,13 +105,13 @@ def replace_samples(output_dir: Path, step: int, samples: list[dict[str, Any]]) 
 
 def _write(output_dir: Path, name: str, entries: list[dict[str, Any]]) -> None:
     temporary = output_dir / f".{name}"
-    temporary.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    temporary.write_text("".join(to_json(entry) + "\n" for entry in entries))
     os.replace(temporary, output_dir / name)
 
 
 def series(entries: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric."""
-    pairs = [(entry["step"], entry[name]) for entry in entries if name in entry]
+    pairs = [(entry["step"], entry[name]) for entry in entries if isinstance(entry.get(name), (int, float))]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 

@@ -7,6 +7,7 @@ checkpoints/aside-*          what a resumed run did not go on from; never delete
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import xxhash
 
 from acc_lm import history
 from acc_lm.config import CheckpointConfig
-from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.errors import UNSUPPORTED, CheckpointError, ConfigError, warn_once
 from acc_lm.history import gain
 from acc_lm.progress import Progress
 from acc_lm.runtime import on_main
@@ -100,21 +101,49 @@ def remove_checkpoint(folder: Path) -> None:
 def _link(link: Path, folder: Path) -> None:
     temporary = link.with_name(f"tmp-{link.name}")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
+    try:
+        temporary.symlink_to(folder.name)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EPERM):
+            raise
+        warn_once(
+            f"output_dir is on a file system without links ({error.strerror}): checkpoints/latest and best will not be there"
+        )
+        return
     _remove_copy(link)
     temporary.replace(link)
 
 
 def _remove_copy(link: Path) -> None:
-    """What stands in a link's place in a run that was copied as if links were folders."""
-    if link.is_dir() and not link.is_symlink():
+    """Clear a link's place of the folder that is there in a run which was copied as if links were folders; what else is there stays."""
+    if link.is_symlink() or not link.exists():
+        return
+    if (link / MANIFEST).is_file():
         shutil.rmtree(link)
+    else:
+        link.rename(free_name(link))
+
+
+def free_name(path: Path) -> Path:
+    """`aside-NAME` beside it, with a number where that is taken."""
+    aside = path.with_name(f"aside-{path.name}")
+    number = 1
+    while aside.exists() or aside.is_symlink():
+        number += 1
+        aside = path.with_name(f"aside-{path.name}-{number}")
+    return aside
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
     if not root.is_dir():
         return []
     return [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+
+
+def newest_step(output_dir: Path) -> int:
+    """Step of the newest checkpoint of a run that nothing is missing of; 0 without any."""
+    found = _step_folders(output_dir / "checkpoints")
+    return max((step for step, folder in found if problem_with(folder, read_all=False) is None), default=0)
 
 
 def _ranking(root: Path, metric: str) -> list[tuple[float, Path]]:
@@ -205,13 +234,12 @@ def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
     if resume != "auto":
         path = Path(os.path.expanduser(resume))
         started_from = str(path.resolve())
-        # A path starts a run; typed again, the same command goes on with what it started.
-        for _, folder in folders:
-            if (
-                _problem_in_run(folder, read_all) is None
-                and open_checkpoint(folder).state["started_from"] == started_from
-            ):
-                return Found(open_checkpoint(folder), started_from)
+        # A path starts a run; typed again, the same command goes on with what it started, wherever a link leads by now.
+        starts = {folder: _start(folder) for _, folder in folders}
+        known = {started_from, *(start for start, named in starts.values() if named == resume)} - {None}
+        for folder, (start, _) in starts.items():
+            if start in known and _problem_in_run(folder, read_all) is None:
+                return Found(open_checkpoint(folder), start)
         problem = problem_with(path, read_all)
         if problem:
             raise CheckpointError(
@@ -231,6 +259,15 @@ def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
             f"no checkpoint in {root} can be used; nothing was deleted; choose another output_dir to start from scratch",
         )
     return Found(None)
+
+
+def _start(folder: Path) -> tuple[str | None, str | None]:
+    """Where the run of this checkpoint started from, and how `checkpoint.resume` named that; a link may lead elsewhere since."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+        return state["started_from"], state["recipe"]["checkpoint"]["resume"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None, None
 
 
 def _problem_in_run(folder: Path, read_all: bool) -> str | None:
@@ -319,25 +356,29 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def set_aside(output_dir: Path, found: Found) -> list[Path]:
     """Rename checkpoints that do not lead to the one a run goes on from: newer, damaged, or of another course.
 
-    Nothing is deleted, but they must neither be found again nor count as newest in the rotation.
+    Nothing is deleted, but they must neither be found again nor count as newest in the rotation. Of the record, which
+    goes on from there too, a copy is kept where another course is left.
     """
     root = output_dir / "checkpoints"
     moved = []
-    after_step = -1
-    if found.checkpoint and found.checkpoint.folder.parent == root.resolve():
-        after_step = found.checkpoint.progress.step
-    for leftover in root.glob("tmp-*"):
+    after_step = found.checkpoint.progress.step if found.checkpoint and is_own(output_dir, found.checkpoint) else -1
+    for leftover in (*root.glob("tmp-step-*"), *root.glob("tmp-latest"), *root.glob("tmp-best")):
         shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-    for step, folder in _step_folders(root):
-        if step > after_step:
-            target = root / f"aside-{folder.name}"
-            number = 1
-            while target.exists():
-                number += 1
-                target = root / f"aside-{folder.name}-{number}"
-            folder.rename(target)
-            moved.append(target)
+    left = [folder for step, folder in _step_folders(root) if step > after_step]
+    if {*left} - {folder for folder, _ in found.damaged}:
+        for file in (output_dir / history.FILE, output_dir / history.SAMPLES):
+            if file.is_file():
+                shutil.copyfile(file, free_name(file))
+    for folder in left:
+        target = free_name(folder)
+        folder.rename(target)
+        moved.append(target)
     return moved
+
+
+def is_own(output_dir: Path, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint is in the folder of the run, and not where `checkpoint.resume` has found it."""
+    return checkpoint.folder.parent == (output_dir / "checkpoints").resolve()
 
 
 def checksum(file: Path) -> str:

@@ -32,6 +32,7 @@ from acc_lm.progress import Progress
 from acc_lm.retention import FORMAT, MANIFEST, STATE, Found, checksum, is_among_best, rotate
 from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
 from acc_lm.stop import FAILED_SAVE, StopRequest, crash_point
+from acc_lm.summary import flush
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -259,8 +260,15 @@ def _state_of(
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "base": base_checksum(bare_model(model)),
         "model_config": bare_model(model).config.to_dict(),  # type: ignore[union-attr, operator]
+        "generation_config": _generation_config(bare_model(model)),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def _generation_config(model: Any) -> dict[str, Any] | None:
+    """How the model is asked to answer, as it would be exported; None for one that has no such thing."""
+    found = getattr(model, "generation_config", None)
+    return None if found is None else dict(json.loads(found.to_json_string()))
 
 
 def _take_snapshot(
@@ -385,14 +393,6 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     flush(folder.parent)
 
 
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def storage_errors(root: Path, needed: int = 0) -> Iterator[None]:
     """Errors of the disk in words, with what is free and what this process needs, in bytes."""
@@ -423,7 +423,7 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in kept_shapes(model).items())
     there = sum(file.stat().st_size for file in root.glob("step-*/*"))
     needed = (kept + 1) * size - there  # one more than is kept: the new one is whole before an old one goes
-    free = shutil.disk_usage(output_dir).free
+    free = shutil.disk_usage(root if root.exists() else output_dir).free  # it may be a link to another disk
     if needed > free:
         raise StorageError(
             f"{root} must have room for {kept + 1} checkpoints of {size / 2**20:.1f} MiB, got {free / 2**20:.1f} MiB free "

@@ -111,7 +111,7 @@ class StopRequest:
             self._group = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
         for name in ("STOP", SAVE):
             file = self._output_dir / name
-            if is_main_process() and file.exists() and file.stat().st_mtime < self._started:
+            if is_main_process() and file.is_file() and file.stat().st_mtime < self._started:
                 print(f"removed {file}, which was there before the run started", file=sys.stderr)
                 file.unlink()
         self._in_loop = True
@@ -148,9 +148,9 @@ class StopRequest:
             self._reason = "training.max_minutes"
         if is_main_process() and now - self._looked > FILE_SECONDS:
             self._looked = now
-            if self._reason is None and (self._output_dir / "STOP").exists():
+            if self._reason is None and (self._output_dir / "STOP").is_file():
                 self._reason = "the file STOP"
-            self._wants_save = (self._output_dir / SAVE).exists()
+            self._wants_save = (self._output_dir / SAVE).is_file()
         return NUMBERS[self._reason] if self._reason else int(self._wants_save)
 
     def agreed(self) -> str | None:

@@ -174,13 +174,17 @@ class WandbChain:
         self._file = output_dir / "wandb" / "chain.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "sent": 0, "uploaded": 0}
-        if self._file.is_file():
+        try:
             before = json.loads(self._file.read_text())
             resume, resume_before = recipe["checkpoint"]["resume"], before["recipe"]["checkpoint"]["resume"]
             is_same = not learned_changes(before["recipe"], recipe) and resume in ("auto", resume_before)
             # W&B does not take a step back: when another course begins before the last step sent, it is another run there.
             if is_same or before["sent"] <= last_step:
-                self._state = before
+                self._state = {key: before[key] for key in self._state}
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a power cut leaves it empty
+            _warn(f"{self._file} cannot be read; W&B gets a new run with the whole history")
         self._state["recipe"] = recipe
         folders = self._file.parent.glob(f"offline-run-*-{self.id}*")
         self._replaced = [folder for folder in folders if not list(folder.glob("*.wandb.synced"))]

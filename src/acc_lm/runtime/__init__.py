@@ -34,7 +34,8 @@ from acc_lm.runtime.communication import (
     time_collective,
     wait_for,
 )
-from acc_lm.runtime.doctor import check_config, machine, refusal
+from acc_lm.runtime.config_file import without_launch
+from acc_lm.runtime.doctor import check_config, check_run, machine, refusal
 from acc_lm.runtime.ending import close, explain, forget, stop_watching
 from acc_lm.runtime.engines import (
     check_replicas,
@@ -84,6 +85,7 @@ __all__ = [
     "bus_bandwidth",
     "check_config",
     "check_replicas",
+    "check_run",
     "close",
     "count_updates",
     "data_parallel",
@@ -118,4 +120,5 @@ __all__ = [
     "wait_for",
     "warm_up",
     "whole_shapes",
+    "without_launch",
 ]

@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from acc_lm.config import Config
-from acc_lm.errors import StorageError, UserError, storage_reason
+from acc_lm.errors import MachineError, StorageError, UserError, storage_reason
 from acc_lm.runtime.memory import is_out_of_memory, out_of_memory
 from acc_lm.runtime.peers import Peers
 
@@ -41,6 +41,11 @@ def explain(error: Exception, config: Config | None) -> UserError | None:
         return None
     if is_out_of_memory(error):
         return out_of_memory(error, config)
+    if "connectFullMesh" in str(error):  # gloo tells the others the address of its machine's name, unless told better
+        return MachineError(
+            f"the processes must reach each other over gloo, got: {' '.join(str(error).split())}; set GLOO_SOCKET_IFNAME on every machine "
+            "to the network interface that connects them (ip addr), on machines with GPUs too"
+        )
     return None if Peers.current is None else Peers.current.explain(error)
 
 

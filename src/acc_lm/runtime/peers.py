@@ -24,6 +24,7 @@ import xxhash
 
 from acc_lm.config import Config, flatten
 from acc_lm.errors import MachineError, WorkerLostError
+from acc_lm.history import newest_checkpoint
 from acc_lm.runtime.engines import gather_objects
 from acc_lm.runtime.identity import library_versions
 
@@ -204,8 +205,7 @@ class Peers:
             others = {peer.host for peer in self._peers} - {platform.node()}
             where = "on this machine" if others else "of them"
             got = f"no answer from one, and all {where} are alive ({words})"
-        latest = self._output_dir / "checkpoints/latest"
-        last_checkpoint = latest.resolve() if latest.exists() else None
+        last_checkpoint = newest_checkpoint(self._output_dir)
         speaker = min((rank for rank in range(len(self._peers)) if rank not in states), default=0)
         return WorkerLostError(
             f"every process must take part, got: {got}, while process {self._accelerator.process_index} was in {self._phase}; "
