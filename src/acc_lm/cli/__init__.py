@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
+from acc_lm.redaction import print_anything
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry of the `acc-lm` command; returns the exit code."""
+    print_anything()
     parser = argparse.ArgumentParser(prog="acc-lm", description="The companions of a training run.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
