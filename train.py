@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli.arguments import Mode
-from acc_lm.cli.outcome import run_to_its_end
+from acc_lm.cli.outcome import end_at_once, run_to_its_end
 from acc_lm.errors import EXIT_PREEMPTED, ConfigError, Preempted
 from acc_lm.redaction import printable
 from acc_lm.stop import SAVE, StopRequest
@@ -40,9 +40,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.dry_run import try_everything
     from acc_lm.early_stopping import EarlyStopping
     from acc_lm.epochs import Epochs
-    from acc_lm.evaluation import Evaluation, evaluate_all
+    from acc_lm.evaluation import Evaluation, check_best_metric, evaluate_all
     from acc_lm.export import export_model
-    from acc_lm.model import build_empty_model, build_model, check_model
+    from acc_lm.model import build_empty_model, build_model
     from acc_lm.optimizer import build_optimizer, set_learning_rate
     from acc_lm.order import MicroBatches
     from acc_lm.progress import Progress, is_due
@@ -54,13 +54,13 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     from acc_lm.step import in_steps, train_step
     from acc_lm.summary import write_summary
     from acc_lm.timetable import Timetable
-    from acc_lm.tokenizer import load_tokenizer
     from acc_lm.tracking import Tracking
 
     training, output_dir, length = config.training, Path(config.output_dir), config.data.sequence_length
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config, output_dir)
-    peers, memory = runtime.Peers(accelerator, config), runtime.Memory(accelerator.device)
+    leave = partial(end_at_once, config.output_dir if mode == Mode.TRAIN else None)
+    peers, memory = runtime.Peers(accelerator, config, leave), runtime.Memory(accelerator.device)
     is_main = accelerator.is_main_process
     say = partial(print, flush=True) if is_main else lambda *lines, **how: None
 
@@ -73,9 +73,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         runtime.close(accelerator)
         return 0
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
-        raise ConfigError(
-            f"--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint in {output_dir}"
-        )
+        raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")
     notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         notes += resuming.check_same_recipe(
@@ -84,11 +82,13 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         )  # fmt: skip
 
     # Text -> rows, after a look at whether the model can run at all
-    tokenizer = load_tokenizer(config.tokenizer, config.model)
-    may_be_unused = config.distributed.find_unused_parameters
-    check_model(config.model, tokenizer, config.tokenizer.vocab_size, length, may_be_unused, config.adapter)
+    tokenizer = runtime.check_run(config)
     runtime.keep_libraries()
-    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main)
+    day = resuming.day_of_run(accelerator, config, found, tokenizer if mode == Mode.EVAL_ONLY else None)
+    data = build_data(config.data, config.tokenizer, tokenizer, config.seed, training.global_batch_size, is_main, day)
+    config = resuming.with_day(config, data.template_day)
+    num_evaluated = training.eval_batches and training.eval_batches * training.global_batch_size
+    check_best_metric(data, config.checkpoint.best_metric, num_evaluated)
     peers.check_same(data.keys)
     lag = found.checkpoint.progress.lag(training.global_batch_size) if found.checkpoint else 0
     order = data.order(config.seed, training.global_batch_size, lag)
@@ -98,10 +98,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     # Model and optimizer, spread over the hardware by `prepare`
     tokenizer = data.tokenizer
+    runs_on = config.adapter, data.packs, accelerator.device.type
     model, model_facts = runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, length, config.seed, config.adapter, data.packs),
-        lambda facts: build_empty_model(config.model, tokenizer, length, facts, config.adapter, data.packs),
+        lambda: build_model(config.model, tokenizer, length, config.seed, *runs_on),
+        lambda facts: build_empty_model(config.model, tokenizer, length, facts, *runs_on),
     )
     memory.note("model built")
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
@@ -120,7 +121,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
     first_tokens = progress.tokens
     if is_main and mode != Mode.DRY_RUN:
-        resuming.begin(output_dir, found, config, data.tokenizer, identity, trains=mode == Mode.TRAIN)
+        resuming.begin(output_dir, found, config, data, identity, trains=mode == Mode.TRAIN)
     best_metric = config.checkpoint.best_metric
     early_stopping = EarlyStopping(training, best_metric, found.checkpoint)
     speed = Speed(accelerator, config, identity, model, model_facts.flops, memory, progress, num_steps)
@@ -133,16 +134,15 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         sep="\n",
     )
     if mode == Mode.DRY_RUN:
-        try_everything(accelerator, model, optimizer, data, order, config)
+        try_everything(accelerator, model, optimizer, data, order, config, model_facts.router)
         runtime.close(accelerator)
         return 0
     micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> Evaluation:
-        num_rows = training.eval_batches and training.eval_batches * training.global_batch_size
         with speed.evaluating():
-            return evaluate_all(accelerator, model, data, micro_batch_size, num_rows, stop_request.check)
+            return evaluate_all(accelerator, model, data, micro_batch_size, num_evaluated, stop_request.check)
 
     def evaluate_and_log() -> Evaluation:
         result = evaluate()
@@ -167,7 +167,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         return 0
 
     # A stop saves at once and leaves what was due to the run that goes on.
-    runtime.warm_up(accelerator, model, data.train[0])
+    runtime.warm_up(accelerator, model, data.train.__getitems__(range(micro_batch_size)))
     gradients = runtime.Gradients(accelerator, model)
     watch = Watch(
         accelerator, gradients, training, order, output_dir, progress.step - runtime.count_updates(optimizer),
@@ -195,7 +195,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     started = time.monotonic()
     streams = found.checkpoint.state.get("streams") if found.checkpoint else None
     reading = data.reading(order, progress.step, streams, accelerator.process_index, accelerator.num_processes)
-    with stop_request.saving(accelerator), saver, reading, speed:
+    with stop_request.saving(accelerator, config.distributed.timeout_seconds), saver, reading, speed, peers:
         for batches in in_steps(speed.reading(loader), accelerator.gradient_accumulation_steps):
             step = progress.step + 1
             peers.at(f"step {step}", is_watched=True)
@@ -203,7 +203,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             learning_rate = learning_rate_at(step)
             set_learning_rate(optimizer, learning_rate)
             outcome = train_step(
-                accelerator, model, optimizer, batches, step=step, seed=config.seed,
+                accelerator, model, optimizer, batches, step=step, seed=config.seed, router=model_facts.router,
                 num_targets=data.train.count_targets(rows), max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
             )  # fmt: skip
             progress = progress.advance(rows, outcome.num_targets)
@@ -229,9 +229,12 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     "train/tokens": float(progress.tokens),
                     **speed.metrics(progress.tokens),
                     "train/skipped_steps": float(watch.num_skipped),
+                    **(outcome.router_loss.metrics() if outcome.router_loss else {}),
+                    **{
+                        f"train/tokens/{k}": v["tokens"]
+                        for k, v in data.by_source(order, progress.samples_seen).items()
+                    },
                 }
-                for name, source in data.by_source(order, progress.samples_seen).items():
-                    metrics[f"train/tokens/{name}"] = float(source["tokens"])
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 if is_main:
                     history.append(output_dir, step, metrics)
@@ -299,7 +302,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         say(f"final/ holds the weights of step {step}, the best by {best_metric}")
     if result is None:
         result = evaluate()
-    final = export_model(accelerator, model, optimizer, data.tokenizer, config, data.facts, result.held_out, step)
+    final = export_model(accelerator, model, optimizer, data, config, result.held_out, step, progress.step)
     if is_main:
         bits_per_byte = data.facts.beside_compressors(result.held_out.bits_per_byte, result.held_out.num_targets)
         facts |= {"exported_step": step, "bits_per_byte": bits_per_byte, "final": final}

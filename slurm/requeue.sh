@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Give a SLURM job another turn if its run can go on from where it stopped; called by train.sbatch after the run.
 #
-#     slurm/requeue.sh --attempts OUTPUT_DIR                the attempts that summary.json counts so far
-#     slurm/requeue.sh [--stopped] OUTPUT_DIR ATTEMPTS      ATTEMPTS: what the line above said before the run started
+#     slurm/requeue.sh --before OUTPUT_DIR                  where the run stands: attempts in summary.json, newest checkpoint
+#     slurm/requeue.sh [--stopped] OUTPUT_DIR BEFORE        BEFORE: the line above, as it was before the run started
 #
-# The launcher turns every exit code into 1, so the `status` in summary.json decides. A run that wrote none was killed:
-# with --stopped because its time was over, and it goes on; otherwise nobody knows why, and a person must look.
+# The launcher turns every exit code into 1, so the `status` in summary.json decides, if it is this job's. A run that wrote
+# none was killed: with --stopped because its time was over, and it goes on; otherwise nobody knows why, and a person must look.
 set -euo pipefail
 
 field() {
@@ -16,18 +16,28 @@ attempts() {
     if [[ -f $output_dir/summary.json ]]; then field attempt; else echo 0; fi
 }
 
-if [[ $1 == --attempts ]]; then
+newest() {
+    printf '%s\n' "$output_dir"/checkpoints/step-*/manifest.json | sort -V | tail -n 1
+}
+
+if [[ $1 == --before ]]; then
     output_dir=$2
-    attempts
+    echo "$(attempts):$(newest)"
     exit
 fi
-unwritten=unknown
+stopped= unwritten=unknown
 if [[ $1 == --stopped ]]; then
-    unwritten=interrupted
+    stopped=yes unwritten=interrupted
     shift
 fi
 output_dir=$1
-if [[ $(attempts) == "$2" ]]; then status=$unwritten; else status=$(field status); fi
+attempts_before=${2%%:*}
+newest_before=${2#*:}
+status=$unwritten reason=
+if [[ $(attempts) != "$attempts_before" && $(field slurm_job_id) == "$SLURM_JOB_ID" ]]; then
+    status=$(field status)
+    reason=$(field reason)
+fi
 
 case $status in
     preempted | interrupted | worker_lost) ;;
@@ -36,6 +46,16 @@ case $status in
         exit
         ;;
 esac
+if [[ $reason == "the file STOP" ]]; then
+    echo "not requeued: the file STOP asked for an end"
+    exit
+fi
+# A process that is short of memory, or a time too short for a checkpoint, would be met again in every turn. The first turn may have
+# been bad luck.
+if [[ -n ${SLURM_RESTART_COUNT:-} && $(newest) == "$newest_before" && ($status == worker_lost || -n $stopped) ]]; then
+    echo "not requeued: the status of $output_dir is $status, and this turn saved nothing; mend what ends it, and submit it again"
+    exit
+fi
 # A job that was cancelled or preempted is in other hands already.
 state=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*')
 if [[ $state != JobState=RUNNING ]]; then

@@ -17,6 +17,8 @@ MODELS = {
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mixtral": {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
 }  # fmt: skip
 TIED = {"gpt2": True, "llama": False}
 BACKENDS = {
@@ -159,7 +161,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config)
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
-    model, _ = runtime.initialise_once(
+    model, facts = runtime.initialise_once(
         accelerator,
         lambda: build_model(config.model, tokenizer, LENGTH, config.seed, config.adapter),
         lambda facts: build_empty_model(config.model, tokenizer, LENGTH, facts, config.adapter),
@@ -193,6 +195,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
         outcome = train_step(
             accelerator, model, optimizer, faults.on_batches(accelerator, micro_batches, num_targets), step=step, seed=0,
             num_targets=num_targets, max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
+            router=facts.router,
         )  # fmt: skip
         progress = progress.advance(order.rows_at(step), outcome.num_targets)
         loss = accelerator.reduce(outcome.nll, reduction="sum").item() / outcome.num_targets
@@ -200,6 +203,8 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
             "train/loss": loss, "train/grad_norm": float(outcome.grad_norm),
             "train/learning_rate": float(optimizer.param_groups[0]["lr"]),
         }  # fmt: skip
+        if outcome.router_loss:
+            metrics[step] |= outcome.router_loss.metrics()
         if step in (scenario.steps // 2, scenario.steps):
             metrics[step]["eval/loss"] = evaluate_rows(accelerator, model, held_out, 3).loss
         if scenario.save and step == scenario.steps // 2:

@@ -257,7 +257,7 @@ def test_the_exported_adapter_is_small_and_says_what_it_is_for(
     assert "sample:\n" in output
     assert "none (" not in output, "the closing sample comes from the adapter and its base"
     names = {file.name for file in (run / "final").iterdir()}
-    assert names == {"adapter_model.safetensors", "adapter_config.json", "base.json", "tokenizer.json", "tokenizer_config.json", "README.md"}  # fmt: skip
+    assert names == {"adapter_model.safetensors", "adapter_config.json", "base.json", "run.json", "tokenizer.json", "tokenizer_config.json", "README.md"}  # fmt: skip
     settings = json.loads((run / "final/adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(bases["llama"])
     assert settings["target_modules"] == sorted(settings["target_modules"])
@@ -286,7 +286,11 @@ def test_merged_logits_are_those_of_adapter_and_base(
 ) -> None:
     run, merged = tmp_path / "run", tmp_path / "merged"
     run_training([*recipe, *overrides, f"model.name_or_path={bases[model]}", "adapter.dropout=0", f"output_dir={run}"])
+    (tmp_path / "tmp-merged").mkdir()
+    (tmp_path / "tmp-merged/thesis.txt").write_text("mine")
     assert main(["export", str(run / "final"), str(merged), "--merge"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "merged", "tmp-merged"}
+    assert (tmp_path / "tmp-merged/thesis.txt").read_text() == "mine"
     base = AutoModelForCausalLM.from_pretrained(bases[model]).eval()
     ids = AutoTokenizer.from_pretrained(merged)("red green blue tree house", return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -555,7 +559,8 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path, Bases], object], str]] = {
     "other weights": (
         lambda run, base, bases: shutil.copy(bases["other"] / "model.safetensors", base), "must be used beside the model that it was trained beside",
     ),
-    "no base": (lambda run, base, bases: shutil.rmtree(base), "must be a model that transformers loads"),
+    "no base": (lambda run, base, bases: shutil.rmtree(base), "got nothing there; put it back, or correct base_model_name_or_path"),
+    "no model there": (lambda run, base, bases: (base / "config.json").unlink(), "the base of the adapter"),
     "no weights": (lambda run, base, bases: (run / "final/adapter_model.safetensors").unlink(), "must be a LoRA adapter with its weights in adapter_model.safetensors"),
     "weights cut off": (
         lambda run, base, bases: os.truncate(run / "final/adapter_model.safetensors", 1000), "must be a LoRA adapter with its weights in",

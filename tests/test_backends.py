@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from backends import BACKENDS, GLOBAL_BATCH, STEPS, STRATEGY, TIED, Curve, Scenario, run_backend
 from processes import ROOT, Launch, launcher_environment, run_training
 
-from acc_lm.cli.parity import TOLERANCE, largest_differences, read_metrics
+from acc_lm.cli.parity import TOLERANCE, Row, largest_differences, read_metrics
 from acc_lm.runtime.extensions import has_libaio
 
 GRID = [
@@ -537,3 +538,44 @@ def test_a_value_that_is_missing_or_no_number_is_no_agreement() -> None:
     assert largest_differences(expected, {1: {"train/loss": 2.2}, 2: {"train/loss": 1.0}}) == {
         "train/loss": pytest.approx(0.1)
     }
+    more = {**expected, 3: {"train/loss": 0.5}}
+    assert largest_differences(expected, more) == largest_differences(more, expected) == {"train/loss": float("inf")}
+    row = Row("a", "ddp", "DDP", largest_differences({}, {}), True, 0.0, 0.0)
+    assert not row.is_within(TOLERANCE["no"]), "nothing was compared"
+
+
+def test_a_row_is_launched_from_a_clean_environment_on_a_port_that_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another launch left in the shell is no part of a row; the port stays taken, but for a store of torch."""
+    import socket
+
+    import torch.distributed as dist
+
+    from acc_lm.cli import launching
+
+    seen: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+
+    def start(command: list[str], log: Any, stdout: Any, variables: dict[str, str]) -> Any:
+        seen.append((command, variables))
+        if "--main_process_port" in command:
+            port = int(command[command.index("--main_process_port") + 1])
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(launching, "_start", start)
+    for file in (None, ROOT / "accelerate_configs/ddp.yaml"):
+        assert launching.launch(["train.py"], file, 2, tmp_path / "log", 60, environment={"MINE": "1"}) is None
+    for _, variables in seen:
+        assert not {"ACCELERATE_MIXED_PRECISION", "RANK"} & set(variables)
+        assert (variables["ACCELERATE_USE_CPU"], variables["NCCL_SOCKET_IFNAME"], variables["MINE"]) == (
+            "true",
+            "eth0",
+            "1",
+        )

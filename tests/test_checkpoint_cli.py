@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from processes import ROOT, launcher_environment, run_training
 
 from acc_lm.cli import main
+from acc_lm.retention import MANIFEST, checksum
 
 KINDS = {"single": 1, "fsdp2": 2, "deepspeed_zero1": 2, "deepspeed_zero3": 2}
 DAMAGES = ("missing", "empty", "truncated", "flipped", "of another step")
@@ -56,11 +59,87 @@ def test_a_checkpoint_of_any_engine_becomes_the_model_that_the_run_exported(
     assert tensors["param/lm_head.weight"].shape == tensors["exp_avg/lm_head.weight"].shape
 
 
+def test_a_converted_folder_is_the_exported_one_and_nothing_near_it_is_touched(
+    runs: dict[str, Path], tiny_recipe: Path, tmp_path: Path
+) -> None:
+    base, run, model = tmp_path / "base", tmp_path / "run", tmp_path / "model"
+    shutil.copytree(runs["single"] / "final", base)
+    settings = json.loads((base / "generation_config.json").read_text())
+    settings |= {"eos_token_id": [0, 5], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    run_training(["--config", str(tiny_recipe), "model.config=null", f"model.name_or_path={base}", f"output_dir={run}"])
+    (tmp_path / "tmp-model").mkdir()
+    (tmp_path / "tmp-model/thesis.txt").write_text("mine")
+    before = {path.name for path in tmp_path.iterdir()}
+    assert main(["checkpoint", "convert-to-hf", str(run / "checkpoints/latest"), str(model)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == before | {"model"}
+    assert (tmp_path / "tmp-model/thesis.txt").read_text() == "mine"
+    assert model.stat().st_mode == run.stat().st_mode
+    final = {file.name: file.read_bytes() for file in (run / "final").iterdir() if file.name != "README.md"}
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == final
+    assert json.loads(final["generation_config.json"])["eos_token_id"] == [0, 5]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_file_of_all_tensors_is_there_whole_or_not_at_all(
+    full: bool,
+    runs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import safetensors.torch
+
+    output = tmp_path / "new/all.safetensors"
+    seen = []
+
+    def save_file(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        seen.append(output.exists())
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    latest = str(runs["single"] / "checkpoints/latest")
+    assert main(["checkpoint", "export", latest, str(output)]) == (8 if full else 0)
+    assert seen == [False]
+    assert [path.name for path in output.parent.iterdir()] == ([] if full else ["all.safetensors"])
+    says = f"error: {output} must be where there is room to write, got: No space left on device; free some space"
+    assert (says in capsys.readouterr().err) == full
+
+
+@pytest.mark.parametrize(
+    ("moved", "says"), [(0, "pieces that overlap at element 0"), (257, "a gap at element 256")], ids=["overlap", "gap"]
+)
+def test_pieces_that_do_not_fit_together_are_no_checkpoint(
+    moved: int, says: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However the lengths add up, and whatever the manifest says."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    run, name = tmp_path / "run", "model.layers.0.mlp.up_proj.weight"
+    shutil.copytree(runs["fsdp2"], run, symlinks=True)
+    folder = run / "checkpoints/step-00000006"
+    file = folder / "tensors-00001-of-00002.safetensors"
+    with safe_open(file, "pt") as opened:
+        pieces = json.loads(opened.metadata()["pieces"])
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+    assert pieces["starts"][name] == tensors[f"param/{name}"].numel() == 256
+    pieces["starts"][name] = moved
+    save_file(tensors, file, {"pieces": json.dumps(pieces)})
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"][file.name] = {"size": file.stat().st_size, "xxh3_128": checksum(file)}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    for arguments in (["verify", str(folder)], ["convert-to-hf", str(folder), str(tmp_path / "model")]):
+        assert main(["checkpoint", *arguments]) == 5
+        assert f"{name} once, got {says}" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
 def test_list_and_verify_name_what_is_damaged(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(runs["fsdp2"], run, symlinks=True)
     newest = run / "checkpoints/step-00000006"
@@ -104,8 +183,6 @@ def damage_everything(whole: Path, folder: Path) -> int:
 
     Asked of the finder itself; that a run starts from what it finds is shown in test_checkpoint.py.
     """
-    import shutil
-
     from acc_lm.retention import _find
 
     files = sorted(path.name for path in (whole / "checkpoints/step-00000006").iterdir())
@@ -154,8 +231,6 @@ def test_bad_arguments_get_one_line(
 def test_a_checkpoint_of_before_cannot_be_converted_and_says_so(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shutil
-
     from acc_lm.cli import checkpoint
 
     run = tmp_path / "run"
@@ -170,8 +245,6 @@ def test_a_checkpoint_of_before_cannot_be_converted_and_says_so(
 def test_a_checkpoint_that_was_moved_needs_a_tokenizer(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     moved = tmp_path / "elsewhere/step-00000006"
     shutil.copytree(runs["single"] / "checkpoints/step-00000006", moved)
     assert main(["checkpoint", "convert-to-hf", str(moved), str(tmp_path / "model")]) == 2

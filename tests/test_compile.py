@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import STRATEGY, Curve, Scenario, run_backend, train_curve
-from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
+from processes import ROOT, Launch, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import assert_equal_runs, wait_for, with_dropout
 from torch._dynamo.utils import counters
 
@@ -95,6 +96,51 @@ def test_the_curve_and_its_checkpoints_are_those_of_the_eager_run(
     (read,) = run_backend("single", 1, [replace(SCENARIO, load=load)])
     rest = {step: expected.metrics[step] for step in read.metrics}
     assert max(largest_differences(rest, read.metrics).values()) <= TOLERANCE["no"]["train/loss"]
+
+
+@pytest.mark.parametrize(
+    "rows", ["text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("padded", "stream"))]
+)
+def test_ddp_meets_batches_of_one_size_so_that_nothing_is_compiled_twice(
+    rows: str, tiny: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    """torch compiles for any size what it meets in two, and every step then runs on that."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(f'{{"prompt": "{i}", "completion": "number {i}"}}\n' for i in range(200)))
+    shutil.copy(text_file, tmp_path / "copy.jsonl")
+    more = {
+        "text": [],
+        "padded": [f"data.files=[{chats}]", "data.packing=false", "data.sequence_length=128"],
+        "stream": [
+            f"data.files=[{text_file}, {tmp_path}/copy.jsonl]",
+            "data.streaming=true",
+            "data.num_streams=2",
+            f"data.eval_files=[{text_file}]",
+            "data.shuffle=false",
+        ],
+    }[rows]
+
+    def run() -> int:
+        import train
+
+        forward, sizes = torch.nn.parallel.DistributedDataParallel.forward, set()
+
+        def look(model: Any, *positional: Any, **keywords: Any) -> Any:
+            if model.training:
+                sizes.add(tuple(keywords["input_ids"].shape))
+            return forward(model, *positional, **keywords)
+
+        torch.nn.parallel.DistributedDataParallel.forward = look  # type: ignore[method-assign]
+        code = train.main(
+            [*tiny, *more, "training.max_steps=1", "schedule.warmup_steps=0", "training.micro_batch_size=2"]
+        )
+        print("sizes", *sizes)
+        return code
+
+    finished = Launch(run, 2, launcher_environment(ROOT / "accelerate_configs/ddp.yaml", 2)).wait(60)
+    assert finished.codes == [0, 0], finished.outputs
+    width = 64 if rows == "padded" else 32
+    assert f"sizes (2, {width})\n" in finished.output
 
 
 @pytest.mark.slow

@@ -14,7 +14,15 @@ from pydantic import ValidationError
 from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.config import Config, learned_changes
 from acc_lm.errors import ConfigError
-from acc_lm.recipe import FOREIGN_NAMES, describe_keys, dump_config, json_schema, load_config, markdown
+from acc_lm.recipe import (
+    FOREIGN_NAMES,
+    describe_keys,
+    dump_config,
+    json_schema,
+    load_config,
+    markdown,
+    model_config_problems,
+)
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
@@ -129,6 +137,20 @@ LINES = [
 
 
 @pytest.mark.parametrize(("override", "key", "says"), LINES, ids=[line[0] for line in LINES])
+def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_path: Path) -> None:
+    """Every published config.json of Qwen3's mixture of experts has a head_dim, and its config class none."""
+    taken = {"model_type": "qwen3_moe", "head_dim": 8, "hidden_size": 16}
+    assert model_config_problems(taken) == []
+    ((key, problem),) = model_config_problems({**taken, "head_dims": 8})
+    assert (key, problem.partition(";")[2]) == ("head_dims", " did you mean head_dim?")
+    for model_type, field in (
+        ("qwen3_moe", "to_dict"),
+        ("qwen3_moe", "_attn_implementation"),
+        ("llama", "kv_head_dim"),
+    ):
+        assert [key for key, _ in model_config_problems({"model_type": model_type, field: 1})] == [field]
+
+
 def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, key: str, says: str) -> None:
     found = problems(override)
     assert len(found) == 1, found

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import shutil
 import signal
+import time
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from zoneinfo import ZoneInfo
 
 import pytest
+import torch
 from backends import STRATEGY
-from processes import ROOT, launcher_environment, run_training, start_training
+from processes import ROOT, Finished, Launch, launcher_environment, run_training, start_training
+from test_epochs import kill
 from test_resume import assert_equal_logs, different, tensors_of
+from test_stop import train_with, wrap
+from transformers import PreTrainedTokenizerBase
 
+from acc_lm import resuming
+from acc_lm.chat import DAY, PLAIN_TEMPLATE
 from acc_lm.cli.parity import largest_differences, read_metrics
-from acc_lm.history import read
+from acc_lm.config import Config, TokenizerConfig
+from acc_lm.data import Data, build_data
+from acc_lm.errors import CheckpointError, ConfigError, DataError
+from acc_lm.history import SAMPLES, read
+from acc_lm.recipe import dump_config, load_config
+from acc_lm.retention import Checkpoint, Found
+from acc_lm.samples import prompts_of
+from acc_lm.tokenizer import load_tokenizer, make_tokenizer
 
 NAMES = ["Ada", "Bo", "Cy", "Dee", "Éva", "日本", "Gus", "Hal"]
 
@@ -91,9 +111,6 @@ def test_each_format_is_found_by_its_columns_and_answers_in_the_end(
 
 def test_targets_are_the_answers_alone(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
     """Read back from what the run trains on: decoded, they are the answers of the file and their ends, each once."""
-    from acc_lm.data import build_data
-    from acc_lm.recipe import load_config
-
     config = load_config(Path(tiny[1]), arguments([], files["messages"], tmp_path / "run"))
     data = build_data(config.data, config.tokenizer, None, config.seed, 6)
     told = []
@@ -123,6 +140,171 @@ def test_packed_and_padded_rows_have_the_same_held_out_loss(
         run_training(arguments(tiny, files["messages"], run, *more))
         losses[packing] = final_loss(run)
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-6)
+
+
+# --- what was trained is what is asked -----------------------------------------------------------------------------
+
+CLOCK = "{{- strftime_now('%d %b %Y') + '\\n' }}" + PLAIN_TEMPLATE
+WEST, EAST = "Etc/GMT+12", "Etc/GMT-14"  # it is never the same day in both
+
+
+def in_zone(*zones: str) -> None:
+    """Put each process into one of these time zones."""
+    os.environ["TZ"] = zones[int(os.environ.get("RANK", "0"))]
+    time.tzset()
+
+
+def test_the_date_is_the_recipes_else_the_runs_else_todays(tiny: list[str], tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator, run = Accelerator(cpu=True), tmp_path / "run"
+    config = load_config(Path(tiny[1]), [f"output_dir={run}"])
+    told, first = (resuming.with_day(config, day) for day in ("2020-02-03", "2019-01-02"))
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    tokenizer.init_kwargs[DAY] = "2018-01-02"
+
+    def day(config: Config, found: Found = Found(None), *evaluated: PreTrainedTokenizerBase) -> str:
+        return resuming.day_of_run(accelerator, config, found, *evaluated)
+
+    assert day(config) == str(datetime.now().date())
+    assert day(config, Found(None), tokenizer) == "2018-01-02"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(first))  # of a start that came to no checkpoint
+    assert day(config) == "2019-01-02"
+    assert day(load_config(Path(tiny[1]), [f"output_dir={run}", "seed=8"])) == str(datetime.now().date()), (
+        "another recipe"
+    )
+    state = {
+        "recipe": told.model_dump(mode="json"),
+        "mixed_precision": "no",
+        "num_processes": 1,
+        "threads": torch.get_num_threads(),
+    }
+    found = Found(Checkpoint(run, state))
+    assert day(config, found) == "2020-02-03"
+    assert day(first, found) == "2019-01-02"
+    assert resuming.check_same_recipe(found.checkpoint, config, "no", 1) == []  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"data\.chat_template_date was '2020-02-03', is '2019-01-02'"):
+        resuming.check_same_recipe(found.checkpoint, first, "no", 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_date_of_a_run_is_that_of_its_first_start(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from acc_lm.cli import main
+
+    run, tokenizer = tmp_path / "run", tmp_path / "tokenizer"
+    make_tokenizer(TokenizerConfig(kind="byte"), []).save_pretrained(tokenizer)
+    (tmp_path / "clock.jinja").write_text(CLOCK)
+    words = arguments(
+        tiny, files["messages"], run, f"data.chat_template={tmp_path}/clock.jinja", f"tokenizer.name_or_path={tokenizer}",
+        "data.sequence_length=120", "training.max_steps=2", "training.eval_every=2", "tracking.sample_tokens=2", "tracking.sample_prompts=[Hi]",
+    )  # fmt: skip
+
+    def start(more: list[str], prepare: Callable[[], object], num_processes: int = 1) -> Finished:
+        return train_with([*words, *more], prepare, num_processes)
+
+    west = datetime.now(ZoneInfo(WEST)).date()
+    # Killed before the first checkpoint, on two machines in different zones: that of the main process counts.
+    killed = start([], lambda: (in_zone(WEST, EAST), wrap("acc_lm.step.train_step", kill, 1)), 2)
+    assert killed.codes == [-signal.SIGKILL] * 2, killed.outputs
+    longer = "training.max_steps=4"
+    for more in ([], [longer], [longer, "--eval-only"]):
+        finished = start(more, lambda: in_zone(EAST))
+        assert finished.code == 0, finished.output
+        assert ("resumed from" in finished.output) == (more != [])
+    other = start([longer, "data.chat_template_date=2020-02-03"], lambda: None)
+    assert other.code == 5
+    assert f"data.chat_template_date was '{west}', is '2020-02-03'" in other.output
+    assert load_config(run / "config.yaml").data.chat_template_date == str(west)
+    assert {entry["prompt"].split("\n")[0] for entry in read(run, SAMPLES)} == {f"{west:%d %b %Y}"}
+    exported = AutoTokenizer.from_pretrained(shutil.copytree(run / "final", tmp_path / "moved"))
+    assert exported.init_kwargs[DAY] == str(west)
+    assert exported.chat_template == CLOCK
+
+    def evaluate() -> int:
+        in_zone(EAST)
+        return main(["evaluate", str(run), "--json", "--generate", "--max-new-tokens=1"])
+
+    evaluated = Launch(evaluate).wait()
+    assert evaluated.code == 0, evaluated.output
+    found = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
+    assert found["loss"] == pytest.approx(final_loss(run), rel=1e-6)
+
+
+def data_of(tiny: list[str], file: Path, tmp_path: Path, *more: str) -> tuple[Data, Config]:
+    words = arguments([], file, tmp_path / "run", f"data.cache_dir={tmp_path / 'cache'}", *more)
+    config = load_config(Path(tiny[1]), words)
+    return build_data(config.data, config.tokenizer, load_tokenizer(config.tokenizer, config.model), 7, 1), config
+
+
+def lines(file: Path, *records: dict[str, object]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_prompts_and_completions_in_roles_are_asked_in_their_template(tiny: list[str], tmp_path: Path) -> None:
+    pairs = [([{"role": "user", "content": f"q {i}"}], [{"role": "assistant", "content": "a"}]) for i in range(9)]
+    file = lines(tmp_path / "x.jsonl", *({"prompt": prompt, "completion": answer} for prompt, answer in pairs))
+    (tmp_path / "own.jinja").write_text("{{ '#' }}" + PLAIN_TEMPLATE)
+    own = f"data.chat_template={tmp_path}/own.jinja"
+    asked = "tracking.sample_tokens=2", "tracking.sample_prompts=[Hi]"
+    data, config = data_of(tiny, file, tmp_path, own, *asked)
+    assert data.tokenizer.chat_template == (tmp_path / "own.jinja").read_text()
+    (prompt,) = prompts_of(data, config)
+    assert data.tokenizer.decode(prompt) == "#user:\nHi<|endoftext|>\nassistant:\n"
+    plain = lines(tmp_path / "y.jsonl", *({"prompt": f"q {i}", "completion": "a"} for i in range(9)))
+    data, config = data_of(tiny, plain, tmp_path, *asked)
+    assert data.tokenizer.decode(prompts_of(data, config)[0]) == "Hi"
+    for file, key in ((plain, own), (plain, "data.chat_template_date=2020-02-03")):
+        with pytest.raises(ConfigError, match=rf"{key.partition('=')[0]} must be null for "):
+            data_of(tiny, file, tmp_path, key)
+
+
+def test_both_templates_of_a_tokenizer_are_exported(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    both = {"default": PLAIN_TEMPLATE, "tool_use": "{{ '#' }}" + PLAIN_TEMPLATE}
+    tokenizer.chat_template = both  # type: ignore[assignment]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data, _ = data_of(tiny, files["messages"], tmp_path, f"tokenizer.name_or_path={tmp_path}/tokenizer")
+    data.tokenizer.save_pretrained(tmp_path / "final")
+    assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template == both
+
+
+def test_what_may_be_lost_is_the_same_with_a_warm_cache(tiny: list[str], tmp_path: Path) -> None:
+    record = partial(record_of, "messages")
+    good, bad = (
+        lines(tmp_path / f"{name}.jsonl", *(record(f"{i}", "a" * (i % 2 * length)) for i in range(20)))
+        for name, length in (("good", 5), ("bad", 200))
+    )
+    for file, sets in ((bad, ()), (good, (f"data.evaluation_sets={{long: {bad}}}",))):
+        for permissive in (False, True, False):
+            if permissive:
+                data_of(tiny, file, tmp_path, *sets, "data.max_lossy_share=1.0")
+            else:
+                with pytest.raises(DataError, match=r"must fit into data.sequence_length, got \d+ of \d+ cut"):
+                    data_of(tiny, file, tmp_path, *sets)
+
+
+def test_answers_without_text_have_no_bits_per_byte_and_cannot_be_best_by_them(tiny: list[str], tmp_path: Path) -> None:
+    file = lines(tmp_path / "x.jsonl", *(record_of("messages", f"q {i}", "") for i in range(30)))
+    words = arguments(tiny, file, tmp_path / "run", "training.max_steps=2")
+    refused = run_training([*words, "checkpoint.best_metric=eval/bits_per_byte"], expect=2)
+    assert refused.errors[0].startswith("error: checkpoint.best_metric must be a metric that the held-out text has")
+    finished = run_training(words)
+    assert "bits per byte none" in finished.output
+
+    def no_number(name: str) -> None:
+        raise AssertionError(name)
+
+    written = [json.loads((tmp_path / "run/summary.json").read_text(), parse_constant=no_number)]
+    written += [json.loads(line, parse_constant=no_number) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert written[0]["bits_per_byte"] == {}
+    assert any("eval/loss" in entry for entry in written)
+    assert not any("eval/bits_per_byte" in entry for entry in written)
 
 
 # --- every pair of what is read, what is trained, how rows are made, and what it runs on --------------------------
@@ -256,6 +438,10 @@ ODD = {
     "no answer": ([{"messages": [{"role": "user", "content": "a"}]}], [], 3, "odd.jsonl:1: messages must end with the assistant's turn, got user"),
     "one conversation": ([record_of("messages", "a", "b")] * 9, [], 3, "must be two different ones at least, got one"),
     "too long": ([record_of("messages", "a" * 300, str(i)) for i in range(9)], [], 3, "got none"),
+    "a template for text": (None, ["data.chat_template=/nonexistent.jinja"], 2, "data.chat_template must be null for plain text, got /nonexistent.jinja; leave it out, or set data.format"),
+    "a part of text": (None, ["data.train_on=assistant"], 2, "data.train_on must be all for data.format text, got assistant"),
+    "a date that is none": ([record_of("messages", "a", "b")] * 2, ["data.chat_template_date=tomorrow"], 2, "data.chat_template_date must be a date as YYYY-MM-DD, got 'tomorrow'"),
+    "a date without a clock": ([record_of("messages", str(i), "b") for i in range(60)], ["data.chat_template_date=2020-02-03"], 2, "data.chat_template_date must be null for a chat template that reads no clock, got 2020-02-03; leave it out"),
     "a template that is not there": ([record_of("messages", "a", "b")] * 2, ["data.chat_template=none.jinja"], 2, "data.chat_template must be a template file"),
     "a template that cannot": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], ["data.chat_template={folder}/odd.jinja"], 2, "odd.jinja:2"),
     "too few": ([record_of("messages", str(i), "b") for i in range(4)], [], 3, "must fill training.global_batch_size 6 rows"),

@@ -21,6 +21,7 @@ from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data import Data, build_data
 from acc_lm.documents import split_documents
 from acc_lm.errors import DataError
+from acc_lm.mixture import MixedRows
 from acc_lm.order import MicroBatches, RowOrder
 from acc_lm.rows import Rows, build_loader
 from acc_lm.sources import entropy_rate, open_corpus, python_stdlib_files, transition_matrix
@@ -370,3 +371,19 @@ def test_behind_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest
     batch = rows.__getitems__([1, 2, -1])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [0, 0, 0, 0]]
     assert batch["targets"].tolist() == [[6, 7, 8, 9], [10, *[-100] * 3], [-100] * 4]
+
+
+@pytest.mark.parametrize("kind", ["text", "documents apart", "stream", "mixture"])
+def test_every_tensor_of_a_batch_has_memory_of_its_own(kind: str, text_file: Path) -> None:
+    """A part of a larger tensor would be copied to a GPU through memory that is not pinned, and the host would wait."""
+    end = 0 if kind == "documents apart" else None
+    rows: Any = Rows(np.arange(1, 15, dtype=np.uint16), 4, end=end)  # the last row is short
+    if kind == "stream":
+        rows = data_of(text_file, streaming=True, num_streams=1, eval_files=(str(text_file),)).train
+    elif kind == "mixture":
+        rows = MixedRows([rows, rows])
+    for numbers in ([0, 1, 2, 3], [3]):
+        batch = rows.__getitems__(numbers)
+        assert all(tensor.is_contiguous() for tensor in batch.values())
+        storages = {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
+        assert len(storages) == len(batch)

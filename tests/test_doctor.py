@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT
+from processes import ROOT, launcher_environment, run_training
 
 from acc_lm.cli import main
 from acc_lm.errors import MachineError
 from acc_lm.runtime import doctor, extensions
+from acc_lm.runtime.config_file import read_config
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 ANSWERS = sorted((ROOT / "tests/accelerate_config_answers").glob("*.yaml"))
@@ -50,11 +51,42 @@ def test_what_the_questionnaire_writes_is_judged_as_train_judges_it(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extensions, "has_libaio", lambda: True)
-    refused = {"fsdp1": "fsdp_version must be 2, got 1", "multi_cpu": ""}
-    assert main(["doctor", "--config_file", str(file)]) == (4 if file.stem in refused else 0)
-    assert refused.get(file.stem, "") in capsys.readouterr().err
+    assert main(["doctor", "--config_file", str(file)]) == (4 if file.stem in REFUSED_ANSWERS else 0)
+    assert REFUSED_ANSWERS.get(file.stem, "") in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ANSWERS, ids=lambda file: file.stem)
+def test_what_the_questionnaire_writes_ends_as_the_doctor_says(
+    file: Path, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a recipe, whose blocks are those that one of them names; each is trained by as many processes as it asks for."""
+    if not extensions.has_libaio() and "nvme" in file.stem:
+        pytest.skip("no libaio here")
+    arguments = [
+        "--config",
+        tiny[1],
+        f"output_dir={tmp_path / 'run'}",
+        "training.max_steps=2",
+        "schedule.warmup_steps=1",
+    ]
+    said = main(["doctor", "--config_file", str(file), *arguments])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    count = read_config(file).num_processes
+    variables = {"MASTER_PORT": "1"} if file.stem == "multi_cpu" else {}  # the trace of a launch that started one
+    finished = run_training(
+        arguments, 1 if variables else count, launcher_environment(file, machine_rank=0) | variables, expect=None
+    )  # fmt: skip
+    assert set(finished.codes) == {said}, "\n".join(finished.outputs)
+    assert finished.errors == lines
+
+
+REFUSED_ANSWERS = {
+    "fsdp1": "fsdp_version must be 2, got 1",
+    "multi_cpu": "must start the processes it was asked for, got one process",
+    "fsdp2_by_size": "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP",
+    "ddp_fullgraph": "dynamo_use_fullgraph must be false under ddp",
+}
 MANY = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
@@ -64,6 +96,7 @@ REFUSED = {
     "several without a strategy": ("distributed_type: 'NO'\nnum_processes: 2\n", [], "must start the processes it was asked for, got one process"),
     "fp16 on a CPU": (f"{MANY}mixed_precision: fp16\n", [], "mixed_precision of the launch must be bf16 or no on a CPU, got fp16"),
     "a misspelt key": (f"{FSDP}  fsdp_ofload_params: true\n", [], "did you mean fsdp_offload_params?"),
+    "no processes": (MANY, ["--num_processes", "0"], "num_processes must be at least 1, got 0"),
     "uneven machines": ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 3\n", [], "must be a multiple of num_machines 2"),
     "uneven by the command line": ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 2\n", ["--num_processes", "5"], "must be a multiple of num_machines 2, got 5"),
     "FSDP1": (f"{FSDP}  fsdp_version: 1\n", [], "fsdp_version must be 2, got 1"),
@@ -101,6 +134,11 @@ def test_a_recipe_that_does_not_divide_is_exit_code_2(tiny: list[str], capsys: p
     assert main([*arguments, *tiny]) == 2
     assert "training.global_batch_size must be a multiple of" in capsys.readouterr().err
     assert main([*arguments[:3], *tiny]) == 0
+
+
+def test_a_recipe_without_a_config_is_not_taken_for_judged(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *tiny]) == 2
+    assert "--config and --num_processes must come with --config_file, got none" in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,3 +294,41 @@ def test_before_prepare_only_the_main_process_holds_the_model(config: str) -> No
     assert names == other_names
     assert main > 0.9 * size, "the measure must see a model"
     assert other < 0.1 * size, f"the other process grew by {other:.0f} MB of a model of {size:.0f} MB"
+
+
+def test_the_norm_of_an_engine_is_taken_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a gradient that is not finite is found by its sum, in whichever micro-batch."""
+    from types import SimpleNamespace
+
+    from acc_lm.runtime import Gradients
+
+    class Engine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("fine", "bad")})
+
+        def get_global_grad_norm(self) -> Any:
+            return norm
+
+    Engine.__module__ = "deepspeed.runtime.engine"
+    engine: Any = Engine()
+    gradients = Gradients(SimpleNamespace(device=torch.device("cpu")), engine)  # type: ignore[arg-type]
+    fine, bad = (engine.module[name].weight for name in ("fine", "bad"))
+    steps = (
+        [(1.0, 1.0)],
+        [(1.0, float("inf")), (1.0, 1.0)],
+        [(1.0, float("-inf")), (1.0, float("inf"))],
+        [(1e38, 1.0)],
+    )
+    norm: Any = torch.tensor(2.5)
+    for step in steps:
+        for mine, other in step:
+            (fine.sum() * mine + (bad * torch.tensor([1.0, other, 1.0])).sum()).backward()
+        with monkeypatch.context() as trap:
+            for name in ("item", "tolist", "__bool__", "__float__"):
+                trap.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits for the device"))
+            assert gradients.clip(1.0, None) is norm
+        fine.grad = bad.grad = None
+    norm = float("inf")
+    assert gradients.clip(1.0, None).isinf()
+    assert gradients.not_finite() == [[], ["bad.weight"], ["bad.weight"], [], []]

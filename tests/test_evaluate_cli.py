@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,16 @@ from typing import Any
 import pytest
 import torch
 from backends import STRATEGY
-from processes import LAUNCH_VARIABLES, ROOT, Finished, Launch, launcher_environment, run_everywhere, run_training
+from processes import (
+    LAUNCH_VARIABLES,
+    ROOT,
+    Finished,
+    Launch,
+    launcher_environment,
+    run_everywhere,
+    run_training,
+    start_training,
+)
 from test_conversations import exchanges, record_of
 from test_conversations import write as write_exchanges
 from test_readme import commands
@@ -217,6 +228,65 @@ def test_the_rows_of_documents_are_what_the_model_says_of_each(
     assert [row["place"] for row in rows] == [f"{text_file}:{n + 1}" for n in range(len(texts))]
 
 
+@pytest.fixture(scope="module")
+def run_from_a_folder(tiny_recipe: Path, text_file: Path, folder: Path) -> Path:
+    """A run whose recipe names its text by a relative path; that folder is `here` beside it."""
+    here = folder / "here"
+    here.mkdir()
+    shutil.copy(text_file, here / "t.jsonl")
+
+    def train() -> int:
+        from train import main
+
+        os.chdir(here)
+        return main(["--config", str(tiny_recipe), f"output_dir={folder}/from-a-folder", "data.files=t.jsonl"])
+
+    assert Launch(train).wait().codes == [0]
+    return folder / "from-a-folder"
+
+
+def test_only_what_the_run_held_out_is_scored_as_that(
+    run_from_a_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, text = run_from_a_folder, run_from_a_folder.parent / "here/t.jsonl"
+    expected, known = pytest.approx(last_evaluation(run), rel=1e-6), text.read_text()
+    (tmp_path / "t.jsonl").write_text(known.replace("red", "wet"))
+    monkeypatch.chdir(tmp_path)
+    found = figures([run])
+    assert (only_figures(found), found["data"]) == (expected, "held out by the run"), "of where it was started"
+    other = "the run must have been trained on this text, got other text"
+    assert other in evaluate([run, "data.eval_fraction=0.3"], expect=5).errors[0]
+    text.write_text(known + json.dumps({"text": "one more document " * 200}) + "\n")
+    assert other in evaluate([run], expect=5).errors[0]
+    text.unlink()
+    assert f"data.files must name an existing file, got '{text}'" in evaluate([run], expect=3).errors[0]
+    (tmp_path / "t.jsonl").write_text(known)
+    assert only_figures(figures([run, "data.files=t.jsonl"])) == expected, "moved"
+    text.write_text(known)
+
+    changed = tmp_path / "changed"
+    shutil.copytree(run, changed, ignore=shutil.ignore_patterns("checkpoints"))
+    (changed / "final/chat_template.jinja").write_text("{{ messages }}")
+    assert "must be those in" in evaluate([changed], expect=5).errors[0]
+    (changed / "environment.json").write_text("{}")
+    assert "must say which text the run was trained on" in evaluate([changed], expect=5).errors[0]
+
+
+def test_a_model_that_its_run_has_left_behind_is_not_taken_for_the_runs(
+    run_from_a_folder: Path, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.chdir(run_from_a_folder.parent / "here")
+    shutil.copytree(run_from_a_folder, run, symlinks=True)
+    assert re.search(r"^step +6$", evaluate([run]).output, re.MULTILINE)
+    longer = ["--config", str(tiny_recipe), f"output_dir={run}", "data.files=t.jsonl", "training.max_steps=12"]
+    killed = start_training(longer, 1, {"ACC_LM_CRASH_AT": "before_tmp@2"}).wait()
+    assert killed.codes == [-9]
+    (problem,) = evaluate([run], expect=2).errors
+    assert f"whose final/ is its newest model, got {run}, which has gone on from step 6 to 8" in problem
+    assert figures([run / "final"])["step"] == 6, "named, it is scored"
+
+
 # --- answers -------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +384,75 @@ def test_no_batch_changes_an_answer(name: str) -> None:
     if name != "mamba":
         assert asked[asked.index(0, 1) + 1] == 4
         assert asked.count(1) < 3 * 14, "most prompts are answered in batches"
+
+
+def chain(tokens: list[int], near: float | None = None) -> Any:
+    """A model that answers each token with the next of these; to end after the last is close to going on if `near`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=32, tie_word_embeddings=False, eos_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+            parameter.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(16))
+        model.lm_head.weight.zero_()
+        for token, following in itertools.pairwise(tokens):
+            model.lm_head.weight[following, token] = 1
+        if near is not None:
+            model.lm_head.weight[5, tokens[-2]] = 1 - near
+    return model
+
+
+def answer(
+    model: Any, prompts: list[tuple[list[int], tuple[int, ...]]], size: int, most: int = 8
+) -> tuple[Any, list[int]]:
+    """Answers of the model to (ids, ends), and how many prompts it was asked at a time."""
+
+    def run() -> Any:
+        from accelerate import Accelerator
+
+        from acc_lm import completions
+
+        asked: list[int] = []
+        generate = completions._generate
+        completions._generate = lambda m, some, *more: asked.append(len(some)) or generate(m, some, *more)
+        given = [completions.Prompt(ids, ends) for ids, ends in prompts]
+        found = completions.complete(
+            Accelerator(cpu=True), model, Letters(), given, max_new_tokens=most, batch_size=size
+        )
+        return found, asked
+
+    ((found, asked),) = run_everywhere(run)
+    return found, asked
+
+
+def test_the_ends_of_another_prompt_of_a_batch_end_no_answer() -> None:
+    """The token that ends one answer is text in another, as where records with and without roles are in one file."""
+    model = chain([1, 2, 3, 4, 0])
+    prompts = [([1], (0,)), ([7, 1], (3, 0)), ([7, 7, 1], (0,))]
+    alone, _ = answer(model, prompts, 1)
+    assert alone == ["234", "2", "234"]
+    together, asked = answer(model, prompts, 3)
+    assert together == alone
+    assert max(asked) == 2, "those with the same ends"
+
+
+def test_where_it_is_close_whether_to_stop_a_prompt_is_answered_alone() -> None:
+    prompts = [([1], (0,)), ([7, 1], (0,))]
+    assert answer(chain([1, 2, 3, 0]), prompts, 2) == (["23", "23"], [2, 1])
+    assert answer(chain([1, 2, 3, 0], near=1e-5), prompts, 2) == (["23", "23"], [2, 1, 1, 1])
+
+
+def test_an_answer_has_all_the_room_that_the_models_positions_leave() -> None:
+    """28 of 32 positions taken: four tokens, the last of which needs no position of its own to be read."""
+    model = chain([1, 2, 3, 4, 6, 8, 9, 10, 0])
+    answers, _ = answer(model, [([7] * 27 + [1], (0,)), ([7] * 32, (0,)), ([1], (0,))], 2)
+    assert answers == ["2346", None, "234689:"]
 
 
 def test_where_rounding_could_decide_a_prompt_is_answered_alone() -> None:
@@ -453,7 +592,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "no tokenizer": (["HERE/no-tokenizer", "--data", "CHATS"], 2, "model.name_or_path must have a tokenizer"),
     "a run without final": (["HERE/no-final"], 2, "MODEL must be a run that has exported its model"),
     "a checkpoint": (["CHAT/checkpoints/latest", "--data", "CHATS"], 2, "MODEL must be the folder of a model, got the checkpoint"),
-    "an adapter without its base": (["HERE/no-base", "--data", "CHATS"], 2, "must be an existing folder or a Hub id"),
+    "an adapter without its base": (["HERE/no-base", "--data", "CHATS"], 2, "must be at /nowhere/of/final, got nothing there; put it back"),
     "nothing to evaluate on": (["HERE/copy"], 2, "--data must name files to evaluate on, got none"),
     "a mixture": (["HERE/mixture"], 2, "got none for the run of a mixture"),
     "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
@@ -477,8 +616,6 @@ ODD: dict[str, tuple[list[str], int, str]] = {
 
 @pytest.fixture(scope="module")
 def odd(chat_run: Path, adapter_run: Path, folder: Path) -> Path:
-    import shutil
-
     here = folder / "odd"
     shutil.copytree(chat_run / "final", here / "copy")
     for name, files in (("no-weights", "*.safetensors"), ("no-tokenizer", "tokenizer*")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -30,6 +31,13 @@ with log.open("a") as file:
 attempt = len(log.read_text().splitlines())
 status, code, step = json.loads(plan.read_text())[attempt - 1]
 folder = run / "checkpoints" / f"step-{step:08d}"
+if status == "refused":  # before it became a run
+    time.sleep(0.5)
+    os._exit(code)
+if status == "killed early":
+    os.kill(os.getpid(), signal.SIGKILL)
+run.mkdir(exist_ok=True)
+(run / ".lock").write_text(str(os.getpid()))
 if step:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").touch()
@@ -40,10 +48,10 @@ def leave(*_):
     if status == "waits":
         status = "preempted"
     if status != "killed":
-        run.mkdir(exist_ok=True)
         (run / "summary.json").write_text(
             json.dumps({"status": status, "exit_code": code, "reason": f"plan {attempt}", "attempt": attempt})
         )
+        (run / ".lock").unlink()
     os._exit(1)  # the launcher's
 
 
@@ -161,10 +169,60 @@ def test_two_attempts_that_end_at_the_same_step_are_the_last(tiny_recipe: Path, 
 
 def test_a_run_that_never_gets_to_a_checkpoint_is_no_endless_one(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["killed", 0, 0]] * 9)
-    plan.run.mkdir()
     finished = plan.finish()
     assert (finished.code, plan.starts) == (70, 2), finished.output
     assert plan.summary["status"] == "crash_loop"
+
+
+COMPLETED = json.dumps({"status": "completed", "exit_code": 0, "reason": None, "attempt": 7})
+
+
+@pytest.mark.parametrize(("code", "becomes"), [(1, 4), (0, 4), (3, 3)])
+def test_a_command_that_becomes_no_run_is_not_repeated(
+    code: int, becomes: int, tiny_recipe: Path, tmp_path: Path
+) -> None:
+    """A misspelt launcher, say; the summary beside it is of a run that was completed long ago."""
+    plan = Plan(tmp_path, tiny_recipe, [["refused", code, 0], FINISHED])
+    plan.run.mkdir()
+    (plan.run / "summary.json").write_text(COMPLETED)
+    (plan.run / ".lock").write_text("left by a run that was killed earlier")
+    finished = plan.finish()
+    assert (finished.code, plan.starts) == (becomes, 1), finished.output
+    (line,) = finished.errors
+    assert (
+        f"the command after -- must get as far as the run, got exit code {code} and nothing new in {plan.run}" in line
+    )
+    assert (plan.run / "summary.json").read_text() == COMPLETED
+
+
+def test_what_is_killed_before_it_became_a_run_leaves_the_summary_alone(tiny_recipe: Path, tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [["killed early", 0, 0]] * 9)
+    plan.run.mkdir()
+    (plan.run / "summary.json").write_text(COMPLETED)
+    finished = plan.finish()
+    assert (finished.code, plan.starts) == (70, 2), finished.output
+    assert (plan.run / "summary.json").read_text() == COMPLETED
+
+
+@pytest.mark.parametrize("begins", ["before", "meanwhile"])
+def test_beside_a_living_run_it_leaves_at_once(begins: str, tiny_recipe: Path, tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tiny_recipe, [["refused", 1, 0], FINISHED])
+    plan.run.mkdir()
+    (plan.run / "summary.json").write_text(COMPLETED)
+    with (plan.run / ".lock").open("a+") as lock:
+        launch = plan.start() if begins == "meanwhile" else None
+        while launch and not plan.starts:
+            time.sleep(0.01)
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        print("process 1 on another", file=lock, flush=True)
+        # What the other one saves and writes is no progress of ours.
+        (plan.run / "checkpoints/step-00000002").mkdir(parents=True)
+        (plan.run / "checkpoints/step-00000002/manifest.json").touch()
+        finished = (launch or plan.start()).wait(20)
+    assert (finished.code, plan.starts) == (2, launch is not None), finished.output
+    (line,) = finished.errors
+    assert f"must be in use by one run at a time, got {plan.run}, which process 1 on another writes to" in line
+    assert (plan.run / "summary.json").read_text() == COMPLETED
 
 
 def test_no_more_attempts_than_were_allowed(tiny_recipe: Path, tmp_path: Path) -> None:

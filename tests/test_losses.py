@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import acc_lm.losses
@@ -153,6 +154,37 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
         return output
+
+
+class PeakBytes(TorchDispatchMode):
+    """Notes the most bytes that tensors of at least `numel` elements hold at the same time."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.peak = numel, 0
+        self.held: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.numel:
+                self.held[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        self.held = {storage: size for storage, size in self.held.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self.held.values()))
+        return output
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("dtype", "per_logit"), [(torch.bfloat16, 2 + 4 + 4), (torch.float32, 4 + 4)])
+def test_a_chunk_is_let_go_before_the_next_is_computed(
+    dtype: torch.dtype, per_logit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The most at once are a chunk's logits, their copy in fp32 where they are not, and their log-softmax."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # no buffers that are kept for all chunks
+    hidden, head, targets = example(dtype, bias=False, positions=256 * 4)
+    with PeakBytes(256 * 500) as seen:
+        summed_loss(hidden, head.weight, head.bias, targets)
+    assert seen.peak == 256 * 512 * per_logit
 
 
 def test_logits_of_full_size_never_exist() -> None:

@@ -47,9 +47,7 @@ def train_with_little_memory(
     return Launch(run, num_processes, environment).wait(60)
 
 
-@pytest.mark.parametrize(
-    ("config", "poor"), [("ddp", 1), pytest.param("fsdp2", -1, marks=pytest.mark.slow), ("ddp", 5)]
-)
+@pytest.mark.parametrize(("config", "poor"), [("ddp", 1), ("ddp", 5)])
 def test_a_micro_batch_that_fits_is_found_and_the_curve_stays(
     config: str, poor: int, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -76,12 +74,6 @@ def test_what_does_not_fit_at_all_says_what_else_to_do(tiny: list[str], tmp_path
     (line,) = finished.errors
     assert "with training.micro_batch_size 1, got: CUDA out of memory. Tried to allocate 2.00 GiB." in line
     assert "model.gradient_checkpointing=true keeps fewer activations" in line
-
-
-def test_an_engine_that_cannot_change_its_micro_batch_says_so(tiny: list[str], tmp_path: Path) -> None:
-    finished = train_with_little_memory([*tiny, FIND], "deepspeed_zero2", 2, 2, -1)
-    assert finished.codes == [2, 2], finished.outputs
-    assert "training.find_micro_batch_size must be false under DeepSpeed" in finished.errors[0]
 
 
 @pytest.mark.parametrize("poor", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -125,3 +117,14 @@ def test_the_ladder_goes_from_cheap_to_dear() -> None:
         os.environ.update(before)
     words = ("training.micro_batch_size=3", "gradient_checkpointing=true", "fsdp2.yaml", "bf16", "fsdp2_offload.yaml")
     assert [word for word, line in zip(words, said, strict=True) if word not in line] == []
+
+
+def test_cuda_is_ready_before_its_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AMD nothing else asks for the device before the model is there, and its counters refuse then."""
+    from acc_lm.runtime import Memory
+
+    asked: list[str] = []
+    for name in ("init", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: asked.append(name) or 0)
+    Memory(torch.device("cuda")).note("model built")
+    assert asked == ["init", "max_memory_allocated", "reset_peak_memory_stats"]

@@ -175,3 +175,52 @@ def test_a_batch_without_any_target_is_no_divergence(tiny: list[str], tmp_path: 
     losses = {entry["step"]: entry["train/loss"] for entry in read(tmp_path / "run") if "train/loss" in entry}
     assert losses[4] == 0.0
     assert "skipped:" not in finished.output
+
+
+@pytest.mark.parametrize(("kinds", "num_skipped", "lines", "ends"), [
+    (["", "loss", "", "", ""], 1, 1, ""), (["gradient"] * 4, 4, 0, ""), (["loss", "gradient", "loss", "", "loss", "loss"], 5, 4, ""),
+    (["", "loss", "loss", "loss"], 3, 3, "got 3 of 3 tolerated steps in a row"),
+    (["gradient"] * 7, 7, 3, "got 3 of 3 tolerated steps in a row"),
+], ids=["a loss", "gradients", "not in a row", "losses in a row", "no scale is left"])  # fmt: skip
+def test_fp16_skips_and_counts_and_ends_only_by_losses_or_without_a_scale(
+    kinds: list[str], num_skipped: int, lines: int, ends: str, tmp_path: Path
+) -> None:
+    """With the scaler itself, which begins at 2^4 here: five overflows leave a scale below 1."""
+    from types import SimpleNamespace
+
+    from acc_lm.config import TrainingConfig
+    from acc_lm.divergence import Watch
+    from acc_lm.errors import DivergedError
+    from acc_lm.order import RowOrder
+    from acc_lm.runtime import Gradients
+    from acc_lm.step import StepResult
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cpu"), mixed_precision="fp16", scaler=scaler, is_main_process=True,
+        reduce=lambda tensor, reduction: tensor, unscale_gradients=lambda: scaler.unscale_(optimizer),
+    )  # fmt: skip
+    gradients = Gradients(accelerator, model)
+    config = TrainingConfig(max_steps=10, global_batch_size=2, micro_batch_size=2)
+    watch = Watch(accelerator, gradients, config, RowOrder(0, 20, 2), tmp_path)
+    reason = ""
+    for step, kind in enumerate(kinds, start=1):
+        loss = model(torch.ones(1, 2)).sum()
+        scaler.scale(loss * (float("inf") if kind else 1.0)).backward()
+        gradients.clip(1.0, optimizer)
+        before = model.weight.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, model.weight) == bool(kind)
+        watch.note(step, StepResult(loss.detach() * (float("nan") if kind == "loss" else 1.0), torch.ones(()), 1))
+        try:
+            watch.look(step)
+        except DivergedError as error:
+            reason = str(error)
+            assert step == len(kinds)
+    assert (watch.num_skipped, len(watch.news())) == (num_skipped, lines)
+    assert ends in reason
+    assert bool(ends) == bool(reason)

@@ -17,7 +17,7 @@ from test_model import MOE, SeenAttention, build
 from torch import nn
 
 import acc_lm.model
-from acc_lm.attention import CAUSAL, block_mask, choose_attention, document_mask, use_block_masks
+from acc_lm.attention import CAUSAL, block_mask, causal_attention, choose_attention, document_mask, use_block_masks
 from acc_lm.errors import ConfigError
 from acc_lm.history import read
 from acc_lm.model import check_packing, install_loss
@@ -564,6 +564,18 @@ def test_flex_attention_takes_windows_and_soft_caps(name: str) -> None:
     assert abs(sums.nll.item() / expected[0] - 1) <= 1e-6
 
 
+def test_block_masks_are_for_runs_on_a_gpu_and_not_for_machines_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention has no backward on a CPU."""
+    from acc_lm.model import _prepare_packing
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, own = make_model("mistral window"), "transformers' sdpa (sliding_window)"
+    before = model.config._attn_implementation
+    assert _prepare_packing(model, own, "cpu") == own
+    assert model.config._attn_implementation == before
+    assert _prepare_packing(model, own, "cuda") != own
+
+
 def test_attention_dropout_is_refused_where_flex_attention_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acc_lm.model, "document_mask", block_mask)
     model = make_model("llama")
@@ -574,6 +586,17 @@ def test_attention_dropout_is_refused_where_flex_attention_cannot_do_it(monkeypa
         pytest.raises(ConfigError, match=r"attention dropout must be 0 for packed rows on a GPU, got 0.1"),
     ):
         model(**case("llama")[0])
+
+
+def test_heads_that_are_too_small_for_flex_attention_are_refused_on_a_gpu() -> None:
+    """On fake tensors; a GPU would answer with a traceback of the compiler."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    blocks: Any = object()
+    with FakeTensorMode():
+        heads = torch.empty(2, 4, 8, 8, device="cuda")
+    with pytest.raises(ConfigError, match=r"must have 16 or more elements .* on a GPU, got 8; "):
+        causal_attention(nn.Module(), heads, heads, heads, None, document_mask=blocks)
 
 
 @pytest.mark.gpu

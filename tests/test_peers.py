@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from processes import ROOT, Launch, launcher_environment
 from test_stop import LONG, wait_for_a_step, wrap
+
+from acc_lm import errors
 
 
 def start(tiny: list[str], num_processes: int, sabotage: object, config: str = "ddp") -> Launch:
@@ -40,6 +44,15 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
         if rank == victim:
             wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGKILL), 4)
 
+    before = {
+        "status": "preempted",
+        "attempt": 1,
+        "step": 1,
+        "last_checkpoint": "step-00000001",
+        "resumed_from": "none",
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text(json.dumps(before))
     started = time.monotonic()
     finished = start(tiny, 2, sabotage, config).wait(60)
     assert time.monotonic() - started < 40
@@ -53,6 +66,9 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
     assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; the same command goes on" in line
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("worker_lost", 7)
+    # Where the run stands now, nothing of what the attempt before had said.
+    assert (summary["step"], summary["last_checkpoint"]) == (3, f"{tmp_path}/run/checkpoints/step-00000003")
+    assert "resumed_from" not in summary
 
 
 def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
@@ -69,6 +85,124 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_pa
     assert "got: process 1 is stopped (SIGSTOP), while process 0 was in step 4" in finished.errors[0]
     assert "warning: process 0 has been in step 4 for 1 s, here:" in finished.output
     assert "in train_step" in finished.output
+
+
+# --- where collectives do not raise, as under NCCL -----------------------------------------------------------------
+
+
+def stand_still() -> None:
+    """A collective that waits for a process for good, and tells nobody."""
+    from acc_lm.runtime import peers
+
+    peers.end_of_work = lambda device: SimpleNamespace(query=lambda: False)  # nor does the device get any further
+    while True:
+        time.sleep(0.05)
+
+
+def without_raising(device_works: bool = True) -> None:
+    from acc_lm.runtime import peers
+
+    peers.collectives_raise = lambda: False
+    peers.LOOK_SECONDS = peers.WATCH_SECONDS = peers.BEAT_SECONDS = 0.2
+    peers.end_of_work = lambda device: SimpleNamespace(query=lambda: device_works)
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_dies_is_named_where_collectives_do_not_raise(
+    victim: int, tiny: list[str], tmp_path: Path
+) -> None:
+    def sabotage(rank: int) -> None:
+        without_raising()
+        die = partial(os.kill, os.getpid(), signal.SIGKILL)
+        wrap("acc_lm.step.train_step", die if rank == victim else stand_still, 4)
+
+    launch = start(tiny, 2, sabotage)
+    finished = launch.wait(60)
+    assert finished.codes[victim] == -signal.SIGKILL
+    assert finished.codes[1 - victim] == 7, finished.outputs
+    (line,) = [line for line in finished.outputs[1 - victim].splitlines() if line.startswith("error: ")]
+    assert re.search(
+        rf"got: process {victim} died( \(SIGKILL\))?, while process {1 - victim} was in step 4; the last", line
+    )
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; the same command goes on" in line
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["rank"]) == ("worker_lost", 7, 1 - victim)
+
+
+def test_a_device_that_gets_no_further_ends_the_run_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
+    """One process hangs on its host, so the collectives that the other has asked for are never done."""
+
+    def sabotage(rank: int) -> None:
+        without_raising()
+        wrap("acc_lm.step.train_step", stand_still if rank == 0 else partial(time.sleep, 3600), 4)
+
+    started = time.monotonic()
+    finished = start([*tiny, "distributed.timeout_seconds=3"], 2, sabotage).wait(60)
+    assert time.monotonic() - started < 3 + 15
+    assert finished.codes == [7, 7], finished.outputs
+    (line,) = finished.errors
+    assert re.search(
+        r"got: no answer from one, and all of them are alive \(for [34] s\), while process 0 was in step 4", line
+    )
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["rank"]) == ("worker_lost", 7, 0)
+
+
+@pytest.mark.slow
+def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path: Path) -> None:
+    """Two machines are made up; process 1 is stopped, which process 0 cannot see on another machine."""
+
+    def sabotage(rank: int) -> None:
+        from acc_lm.runtime import peers
+
+        without_raising()
+        peers.SILENT_SECONDS = 1.5
+        peers.platform = SimpleNamespace(node=lambda: f"machine{rank}", python_version=lambda: "3")  # type: ignore[assignment]
+        stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+        wrap("acc_lm.step.train_step", stop if rank == 1 else stand_still, 4)
+
+    launch = start(tiny, 2, sabotage)
+    while not (tmp_path / "run/summary.json").exists():
+        time.sleep(0.1)
+    os.kill(launch.pids[1], signal.SIGKILL)
+    finished = launch.wait(60)
+    assert finished.codes[0] == 7, finished.outputs
+    assert "got: process 1 has not answered (machine1), while process 0 was in step 4" in finished.errors[0]
+
+
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["completed", "failed"])
+def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny: list[str], tmp_path: Path) -> None:
+    """Nor is time on the host a hang, whatever takes it: the device has nothing to do for longer than the timeout."""
+
+    def sabotage(rank: int) -> None:
+        from acc_lm import runtime
+        from acc_lm.errors import DivergedError
+        from acc_lm.runtime.peers import Peers
+
+        def diverge() -> None:
+            raise DivergedError("it went up")
+
+        def begin(peers: Any, *arguments: Any) -> None:
+            original(peers, *arguments)
+            peers._timeout = 0.5
+
+        def close(accelerator: Any) -> None:
+            closed(accelerator)
+            time.sleep(1.0 if rank == 0 else 0.0)
+
+        without_raising()
+        errors.LAUNCHER_SECONDS = 1.0
+        original, Peers.__init__ = Peers.__init__, begin  # type: ignore[method-assign]
+        closed, runtime.close = runtime.close, close
+        for place in ("acc_lm.step.train_step", "acc_lm.evaluation.evaluate_all", "acc_lm.saving._write_checkpoint"):
+            wrap(place, partial(time.sleep, 0.7 if rank == 0 else 0.0))
+        if fails:
+            wrap("acc_lm.step.train_step", diverge, 4)
+
+    finished = start(tiny, 2, sabotage).wait(60)
+    assert finished.codes == ([6, 6] if fails else [0, 0]), finished.outputs
+    status = json.loads((tmp_path / "run/summary.json").read_text())["status"]
+    assert status == ("diverged" if fails else "completed")
 
 
 def test_processes_with_different_recipes_refuse_before_anything_is_loaded(tiny: list[str], tmp_path: Path) -> None:

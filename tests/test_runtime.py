@@ -142,6 +142,13 @@ def parallel(**sizes: int) -> dict[str, Any]:
     return FSDP | {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
 
 
+def compiled(**settings: Any) -> dict[str, Any]:
+    return {
+        "distributed_type": "MULTI_GPU",
+        "dynamo_config": {f"dynamo_{name}": value for name, value in settings.items()},
+    }
+
+
 # (the Accelerate config, or variables that no config can make), arguments, processes, what the line says
 REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "fp16 by the launch": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, [], 1, "mixed_precision of the launch must be bf16 or no on a CPU, got fp16"),
@@ -149,12 +156,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "fp8 by the recipe": ({}, ["training.mixed_precision=fp8"], 1, "training.mixed_precision must be bf16 or no on a CPU, got fp8"),
     "fp16 under FSDP2": (FSDP, ["training.mixed_precision=fp16"], 2, "training.mixed_precision must be bf16 or no on a CPU, got fp16"),
     "restarts that hang": ({"TORCHELASTIC_MAX_RESTARTS": "2"}, [], 2, "max_restarts must be 0 with the static rendezvous, which hangs after the first death, got 2; add --rdzv_backend c10d"),
-    "one process for several": ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "1234"}, [], 1, "must start the processes it was asked for, got one process"),
+    "a variable of another launch": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, [], 1, "fsdp2, which ACCELERATE_USE_FSDP=true asks for, must be started by a launcher, got one process without"),
+    "a debugger that crashes": ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, [], 2, "TORCH_DISTRIBUTED_DEBUG must be OFF or INFO under DDP on CPU processes"),
     "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, [], 2, "must ask for one process, DDP, FSDP2 or DeepSpeed, got Megatron-LM"),
     "nccl on CPU processes": ({}, ["distributed.backend=nccl"], 2, "distributed.backend must be gloo or null on CPU processes, got nccl"),
     "bf16 hook on CPU processes": ({}, ["distributed.comm_hook=bf16"], 2, "distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got bf16"),
     "a hook that fails in torch": ({}, ["distributed.comm_hook=batched_power_sgd", "training.max_steps=1000"], 2, "which fails inside torch from step 1000 on"),
+    "one graph under DDP": (compiled(backend="EAGER", use_fullgraph=True), [], 2, "dynamo_use_fullgraph must be false under ddp, which interrupts the graph to send and receive, got true"),
+    "CUDA graphs and accumulation": (compiled(backend="INDUCTOR", mode="reduce-overhead"), ["training.micro_batch_size=3"], 2, "dynamo_mode must be default or max-autotune-no-cudagraphs with 2 micro-batches in a step"),
     # FSDP
+    "units by size": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}}, [], 2, "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP"),
+    "units by nonsense": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NONSENSE"}}, [], 2, "the settings of the launch must be ones that Accelerate takes, got: Invalid auto wrap policy: NONSENSE"),
+    "FSDP1's word": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, [], 2, "fsdp_reshard_after_forward must be true or false beside fsdp_version 2, got SHARD_GRAD_OP"),
+    "shards of one process": (parallel(dp_replicate=2, dp_shard=1), [], 2, "parallelism_config_dp_shard_size must be at least 2, got 1, which shards nothing"),
     "FSDP1 by name": (FSDP | {"fsdp_config": {"fsdp_version": 1}}, [], 2, "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml"),
     "FSDP1 by default": (FSDP | {"fsdp_config": {"fsdp_offload_params": False}}, [], 2, "fsdp_version must be 2, got 1"),
     "a second switch": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], 2, "fsdp_activation_checkpointing must be false in the Accelerate config, got true; the recipe has one switch"),
@@ -170,6 +184,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "no ZeRO by hand": (by_hand(zero_optimization={}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0"),
     "float64 under DeepSpeed": (DEEPSPEED, ["model.dtype=float64"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got float64"),
     "bfloat16 under DeepSpeed": (DEEPSPEED, ["model.dtype=bfloat16"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got bfloat16"),
+    "a section that is none": (by_hand(fp16=True), [], 2, "ds.json: fp16 must be a mapping, got true"),
+    "a stage in quotes": (by_hand(zero_optimization={"stage": "2"}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got '2'; write one of these numbers"),
     "no such file": (DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": "/nowhere.json"}}, [], 2, "deepspeed_config_file must exist, got '/nowhere.json'"),
     "no JSON": ({"by_hand": "zero: 2"}, [], 2, "ds.json must be JSON, got: Expecting value"),
     "another global batch": (by_hand(train_batch_size=16), [], 2, "train_batch_size must be auto or what the recipe says (training.global_batch_size: 12), got 16"),
@@ -219,6 +235,116 @@ def test_what_a_launch_cannot_get_is_one_line_and_exit_code_4_before_anything_is
     recipe = ["--config", tiny[1], *tiny[2:], *NOTHING_TO_LOAD, *arguments]
     assert main(["doctor", "--config_file", str(file), "--num_processes", str(num_processes), *recipe]) == 4
     assert capsys.readouterr().err.splitlines() == [line], "the doctor says the same"
+
+
+WIDE = "model.config={model_type: llama, hidden_size: 16, intermediate_size: 8192, num_hidden_layers: 2, num_attention_heads: 2}"
+FIND = "training.find_micro_batch_size=true"
+# As above, for what shows only once the recipe is looked at, and with an exit code
+REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
+    "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
+    "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which is told the size when it is built"),
+    "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that lacks memory leaves the others waiting"),
+    "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
+    "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file, got '/nowhere/text.jsonl'"),
+    "no text to compare with": ({"distributed_type": "MULTI_GPU"}, ["data.evaluation_sets={other: [/nowhere/text.jsonl]}"], 3, "data.evaluation_sets.other must name an existing file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_RECIPES)
+def test_what_a_recipe_cannot_get_from_a_launch_is_the_same_line_from_the_doctor(
+    name: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, arguments, code, says = REFUSED_RECIPES[name]
+    environment = environment_for(asked, 2, tmp_path)
+    finished = run_training([*tiny, *arguments], 2, environment, timeout=60, expect=code)
+    (line,) = finished.errors
+    assert says in line
+    assert not (tmp_path / "run/config.yaml").exists(), "before anything is made"
+    command = ["doctor", "--config_file", str(tmp_path / "launch.yaml"), "--num_processes", "2", *tiny, *arguments]
+    assert main(command) == code
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One alone is left over from another launch, or a launcher forgot its fellows."""
+    from acc_lm.errors import MachineError, is_main_process
+    from acc_lm.runtime.launch import read_launch
+    from acc_lm.summary import open_output_dir, write_failure
+
+    def read(**variables: str) -> tuple[str, int]:
+        for name in list(os.environ):
+            if LAUNCH_VARIABLES.match(name):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        asked = read_launch(None)
+        return asked.strategy, asked.num_processes
+
+    assert read() == read(RANK="1", LOCAL_RANK="1") == read(WORLD_SIZE="1") == ("single", 1)
+    assert read(MASTER_PORT="29500", ACCELERATE_MIXED_PRECISION="no") == ("single", 1), "the cluster's"
+    assert read(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1") == ("ddp", 1), "torchrun's, which Accelerate wraps"
+    assert read(RANK="0", WORLD_SIZE="1", MASTER_PORT="29500", MASTER_ADDR="here") == ("single", 1), (
+        "a job of one worker"
+    )
+    for variables, says in {
+        (("WORLD_SIZE", "8"),): "RANK must be set next to WORLD_SIZE=8, as every launcher does, got none",
+        (("WORLD_SIZE", "abc"),): "WORLD_SIZE must be a whole number, as launchers set it, got 'abc'",
+        (("WORLD_SIZE", "2"), ("RANK", "2")): "RANK must be below WORLD_SIZE=2, got 2",
+        (("ACCELERATE_MIXED_PRECISION", "fp17"),): "mixed_precision of the launch must be no, bf16, fp16 or fp8, got 'fp17'",
+        (("ACCELERATE_DYNAMO_BACKEND", "NONE"),): "must be ones that Accelerate takes, got: 'NONE' is not a valid DynamoBackend",
+    }.items():  # fmt: skip
+        with pytest.raises(MachineError, match=says):
+            read(**dict(variables))
+    read()
+    monkeypatch.setenv("RANK", "1")
+    assert is_main_process()
+    with open_output_dir(tmp_path, alone=True):
+        assert (tmp_path / ".lock").exists()
+    write_failure(str(tmp_path), "failed", 1, "a test")
+    assert json.loads((tmp_path / "summary.json").read_text())["rank"] == 0
+
+
+def test_a_job_of_one_worker_trains(tiny: list[str], tmp_path: Path) -> None:
+    """As Kubernetes' templates start it; Accelerate sees one process, and nothing to wrap it in."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    run_training([*tiny, "training.max_steps=2", "schedule.warmup_steps=1"], environment=variables)
+    assert (environment_of(tmp_path)["strategy"], environment_of(tmp_path)["num_processes"]) == ("single", 1)
+
+
+def test_the_only_process_of_torchrun_is_wrapped_on_a_cpu_and_not_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm.runtime.identity import _live_strategy
+    from acc_lm.runtime.strategy import asked_strategy
+
+    for name, value in torchrun_variables(0, 1, 1234).items():
+        monkeypatch.setenv(name, value)
+    assert asked_strategy() == "ddp"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert asked_strategy() == _live_strategy(torch.nn.Linear(1, 1), 1) == "single"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert asked_strategy() == "ddp"
+
+
+def test_fp16_with_offloaded_parameters_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm.errors import MachineError
+    from acc_lm.runtime.doctor import check_config
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    fp16 = make_config(2, 1)
+    fp16 = fp16.model_copy(update={"training": fp16.training.model_copy(update={"mixed_precision": "fp16"})})
+    with pytest.raises(MachineError, match="fsdp_offload_params must be false with fp16"):
+        check_config(CONFIGS / "fsdp2_offload.yaml", 2, fp16)
+
+
+def test_gloo_that_finds_no_way_names_the_variable_to_set() -> None:
+    from acc_lm.errors import MachineError
+    from acc_lm.runtime import explain
+
+    words = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused, remote=[127.0.1.1]:29573"
+    found = explain(RuntimeError(words), make_config(2, 1))
+    assert isinstance(found, MachineError)
+    assert "remote=[127.0.1.1]:29573; set GLOO_SOCKET_IFNAME on every machine" in str(found)
 
 
 def test_what_a_gpu_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

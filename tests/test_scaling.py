@@ -113,6 +113,28 @@ def test_a_counter_sees_what_each_kind_hands_over_and_in_which_group() -> None:
     assert dtypes == ["int64", "float32", "bfloat16"]
 
 
+def test_a_counted_step_runs_what_is_compiled() -> None:
+    """torch runs nothing compiled under most modes of its dispatcher, and attention without its kernel needs T x T scores."""
+    from acc_lm.runtime import Traffic
+
+    ran: list[str] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            ran.append("compiled")
+            return graph.forward(*arguments)
+
+        return run
+
+    torch._dynamo.reset()
+    double = torch.compile(lambda values: 2 * values, backend=count)
+    with Traffic() as traffic:
+        assert double(torch.ones(3)).tolist() == [2, 2, 2]
+        assert double(torch.ones(3)).tolist() == [2, 2, 2]
+    assert ran == ["compiled"] * 2
+    assert traffic.calls == []
+
+
 # --- the command ---------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,10 @@ def srun():
     options = []
     while arguments[0].startswith("--"):
         options.append(arguments.pop(0))
-    assert "--ntasks-per-node=1" in options, options
+    assert options == [
+        f"--ntasks={{os.environ['SLURM_NNODES']}}", "--ntasks-per-node=1", "--cpu-bind=none",
+        f"--gpus-per-node={{os.environ['SLURM_GPUS_ON_NODE']}}", "--kill-on-bad-exit=0", "--wait=60",
+    ], options
     tasks = [
         subprocess.Popen(arguments, env=os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}})
         for node in range(int(os.environ["SLURM_NNODES"]))
@@ -59,8 +62,12 @@ def scancel():  # a signal reaches every process of every task, not only the fir
 
 def scontrol():
     if arguments == ["show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]:
-        for _ in range(int(os.environ["SLURM_NNODES"])):
-            print("127.0.0.1")
+        if "STAND_IN_SIGNAL_EARLY" in os.environ:
+            os.kill(os.getppid(), signal.SIGUSR1)
+        for node in range(int(os.environ["SLURM_NNODES"])):
+            print(f"no-name-{{node}}.invalid")
+    elif arguments == ["show", "node", "--oneliner", "no-name-0.invalid"]:
+        print("NodeName=no-name-0.invalid NodeAddr=127.0.0.1 NodeHostName=no-name-0.invalid Version=22.05.8")
     elif arguments == ["show", "job", "--oneliner", os.environ["SLURM_JOB_ID"]]:
         print("JobId=1 JobName=acc-lm JobState=" + os.environ.get("STAND_IN_JOB_STATE", "RUNNING") + " Reason=None")
     else:
@@ -186,7 +193,8 @@ def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had
     assert output.endswith(f"requeued: the status of {run} is preempted\n")
     assert job.requeues() == 1
     assert len(job.calls("scancel")) == 1
-    assert json.loads((run / "environment.json").read_text())["num_processes"] == 2
+    environment = json.loads((run / "environment.json").read_text())
+    assert (environment["num_processes"], environment["slurm_job_id"]) == (2, job.environment["SLURM_JOB_ID"])
 
     code, output = job.run(tiny_recipe, *longer, f"output_dir={run}")
     assert code == 0, output
@@ -248,31 +256,109 @@ STATUSES = {
 }
 
 
+def write_summary(job: Job, folder: Path, **values: object) -> None:
+    ours = {"attempt": 3, "reason": None, "slurm_job_id": job.environment["SLURM_JOB_ID"]}
+    (folder / "summary.json").write_text(json.dumps(ours | values))
+
+
 def test_the_status_decides_who_gets_another_turn(tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
-    assert job.requeue("--attempts", str(tmp_path)) == "0"
+    before = job.requeue("--before", str(tmp_path))
     for status, goes_on in STATUSES.items():
-        before = job.requeues()
-        (tmp_path / "summary.json").write_text(json.dumps({"status": status, "attempt": 3}))
-        says = job.requeue(str(tmp_path), "2")
+        requeues = job.requeues()
+        write_summary(job, tmp_path, status=status)
+        says = job.requeue(str(tmp_path), before)
         assert says == f"{'requeued' if goes_on else 'not requeued'}: the status of {tmp_path} is {status}"
-        assert job.requeues() - before == goes_on
-    assert job.requeue("--attempts", str(tmp_path)) == "3"
+        assert job.requeues() - requeues == goes_on
 
 
 def test_an_old_summary_decides_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "preempted", "attempt": 3}))
-    assert job.requeue(str(tmp_path), "3").startswith("not requeued: "), "killed, nobody knows why"
-    assert job.requeue(str(tmp_path / "nothing"), "0").startswith("not requeued: ")
+    write_summary(job, tmp_path, status="preempted")
+    before = job.requeue("--before", str(tmp_path))
+    assert job.requeue(str(tmp_path), before).startswith("not requeued: "), "killed, nobody knows why"
+    assert job.requeue(str(tmp_path / "nothing"), "0:").startswith("not requeued: ")
     assert job.requeues() == 0
-    assert job.requeue("--stopped", str(tmp_path), "3").startswith("requeued: "), "killed, because its time was over"
+    assert job.requeue("--stopped", str(tmp_path), before).startswith("requeued: "), "killed, because its time was over"
     assert job.requeues() == 1
+
+
+def test_the_summary_of_another_job_decides_nothing(tmp_path: Path) -> None:
+    """Its run was refused the folder, in which the other one went on meanwhile."""
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    before = job.requeue("--before", str(tmp_path))
+    write_summary(job, tmp_path, status="preempted", slurm_job_id="1")
+    assert job.requeue(str(tmp_path), before) == f"not requeued: the status of {tmp_path} is unknown"
+    assert job.requeues() == 0
+
+
+def test_a_person_who_makes_the_file_stop_gets_an_end(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    before = job.requeue("--before", str(tmp_path))
+    write_summary(job, tmp_path, status="preempted", reason="the file STOP")
+    assert job.requeue(str(tmp_path), before) == "not requeued: the file STOP asked for an end"
+    write_summary(job, tmp_path, status="preempted", reason="training.max_minutes")
+    assert job.requeue(str(tmp_path), before).startswith("requeued: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "options", "ends"),
+    [
+        ("worker_lost", [], True),
+        ("preempted", ["--stopped"], True),
+        (None, ["--stopped"], True),
+        ("preempted", [], False),  # by another job: that is no reason to give up
+    ],
+)
+def test_a_later_turn_that_saved_nothing_is_the_last(
+    status: str | None, options: list[str], ends: bool, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+
+    def save(step: int) -> None:
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+    def is_requeued(**environment: str) -> bool:
+        return job.requeue(*options, str(tmp_path), before, **environment).startswith("requeued: ")
+
+    save(99_999_999)
+    before = job.requeue("--before", str(tmp_path))
+    if status:
+        write_summary(job, tmp_path, status=status)
+    assert is_requeued(), "the first turn may have been bad luck"
+    assert is_requeued(SLURM_RESTART_COUNT="1") != ends
+    save(100_000_000)
+    assert is_requeued(SLURM_RESTART_COUNT="2")
 
 
 def test_a_cancelled_job_stays_cancelled(tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "preempted", "attempt": 1}))
-    says = job.requeue(str(tmp_path), "0", STAND_IN_JOB_STATE="CANCELLED")
+    write_summary(job, tmp_path, status="preempted", attempt=1)
+    says = job.requeue(str(tmp_path), "0:", STAND_IN_JOB_STATE="CANCELLED")
     assert says == "not requeued: the job is not running any more, JobState=CANCELLED"
+    assert job.requeues() == 0
+
+
+def test_without_sbatch_it_is_one_line(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    del job.environment["SLURM_CPUS_ON_NODE"]  # as in a shell of salloc
+    code, output = job.run(ROOT / "recipes/quickstart.yaml")
+    assert code == 2
+    assert output.startswith("error: slurm/train.sbatch must be started by sbatch, got a shell"), output
+    assert len(output.splitlines()) == 1
+    assert job.calls("srun") == []
+
+
+def test_a_time_that_is_over_before_the_run_has_started_is_one_line(tmp_path: Path) -> None:
+    job = Job(tmp_path, num_nodes=1, processes_per_node=1)
+    job.environment["STAND_IN_SIGNAL_EARLY"] = "yes"
+    (job.state / "tasks").write_text("[]")
+    code, output = job.run(ROOT / "recipes/quickstart.yaml")
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert output.startswith("error: --time must leave the run some time before --signal, got the signal before"), (
+        output
+    )
+    assert job.calls("srun") == []
     assert job.requeues() == 0

@@ -17,8 +17,9 @@ from processes import ROOT, launcher_environment, run_everywhere, run_training
 from torch.nn.attention import SDPBackend
 
 import acc_lm.losses
-from acc_lm.attention import kernel_order, prefer_kernels
+from acc_lm.attention import causal_attention, kernel_order, prefer_kernels
 from acc_lm.checkpoint import read_tensors
+from acc_lm.config import Config
 from acc_lm.errors import ConfigError, MachineError
 
 GPU = torch.device("cuda")
@@ -338,6 +339,23 @@ def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: li
         check_recipe(load_config(Path(tiny[1]), ["model.config=null", "model.name_or_path=somewhere", override]))
 
 
+def test_positions_that_8_bits_cannot_multiply_are_refused_before_anything_is_read(tiny: list[str]) -> None:
+    """The gradient of a weight is a product over all positions of a micro-batch; a search may end at a single row."""
+    from acc_lm.recipe import load_config
+    from acc_lm.runtime import check_run
+    from acc_lm.runtime.fp8 import check_rows
+
+    def recipe(length: int, *more: str) -> Config:
+        fixed = ["training.mixed_precision=fp8", "training.micro_batch_size=2", f"data.sequence_length={length}"]
+        return load_config(Path(tiny[1]), [*fixed, *more])
+
+    with pytest.raises(ConfigError, match=r"must be a multiple of 16 with training.mixed_precision fp8, got 30 x 2"):
+        check_run(recipe(30))
+    check_run(recipe(24))
+    with pytest.raises(ConfigError, match=r"got 24 x 1; make data.sequence_length one"):
+        check_rows(recipe(24, "training.find_micro_batch_size=true"), 2)
+
+
 def test_a_model_without_a_layer_for_fp8_is_refused() -> None:
     """GPT-2 has products of its own, which no library replaces; small layers are left out too."""
     from test_fast_path import RECIPES, make, small
@@ -385,3 +403,39 @@ def test_fp8_trains_beside_bf16(config: str, num_processes: int, usual: dict[str
     print(f"{config}: {off:.1e} from bf16")
     assert curve.start == usual["bf16"].start
     assert 1e-5 < off <= 5e-2
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "grouped"), [
+    (torch.float32, False, False), (torch.float32, True, True), (torch.bfloat16, False, True), (torch.float64, False, True),
+])  # fmt: skip
+def test_shared_heads_are_repeated_on_a_gpu_where_no_kernel_takes_them(
+    dtype: torch.dtype, autocast: bool, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors: in float32 the only kernel left would keep scores of T x T."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    asked: list[tuple[int, bool]] = []
+
+    def attend(query: Any, key: Any, value: Any, *, enable_gqa: bool, **keywords: Any) -> Any:
+        asked.append((key.shape[1], enable_gqa))
+        return torch.empty(query.shape)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: autocast)
+    monkeypatch.setattr("torch.get_autocast_dtype", lambda kind: torch.bfloat16)
+    with FakeTensorMode():
+        query, key = (torch.empty(2, heads, 8, 16, dtype=dtype, device="cuda") for heads in (4, 2))
+        causal_attention(torch.nn.Module(), query, key, key, None)
+    assert asked == [(2, True) if grouped else (4, False)]
+
+
+def test_repeated_heads_give_what_shared_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for repeats in (False, True):
+        monkeypatch.setattr("acc_lm.attention._lacks_grouped_kernel", lambda query, repeats=repeats: repeats)
+        torch.manual_seed(0)
+        given = [torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (6, 2, 2)]
+        output, _ = causal_attention(torch.nn.Module(), *given, None)
+        found.append([output, *torch.autograd.grad(output.square().sum(), given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -135,7 +135,17 @@ def test_a_peak_is_of_the_device_and_of_the_type_it_computes_in() -> None:
         ("NVIDIA H100 PCIe", "float16"): (756e12, "NVIDIA H100 PCIe, 756 TFLOP/s dense fp16"),
         ("NVIDIA A100-SXM4-80GB", "tf32"): (156e12, "NVIDIA A100-SXM4-80GB, 156 TFLOP/s dense tf32"),
         ("NVIDIA H100 80GB HBM3", "fp8"): (989e12, "NVIDIA H100 80GB HBM3, 989 TFLOP/s dense bf16"),
+        ("NVIDIA GB200", "bfloat16"): (2500e12, "NVIDIA GB200, 2500 TFLOP/s dense bf16"),
+        ("NVIDIA L4", "bfloat16"): (121e12, "NVIDIA L4, 121 TFLOP/s dense bf16"),
+        ("NVIDIA L40S", "bfloat16"): (362e12, "NVIDIA L40S, 362 TFLOP/s dense bf16"),
+        ("Tesla V100-SXM2-32GB", "float16"): (125e12, "Tesla V100-SXM2-32GB, 125 TFLOP/s dense fp16"),
     }
+    for other in (
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+    ):
+        assert peak_of(other, "bfloat16") is None, "a part of the chip of that name, or another"
     for (device, compute), (flops, name) in names.items():
         peak = peak_of(device, compute)
         assert peak is not None
@@ -527,3 +537,41 @@ def test_intervals() -> None:
     assert without([(0, 10)], [(1, 2), (3, 4), (9, 12)]) == [(0, 1), (2, 3), (4, 9)]
     assert without([(0, 1), (5, 6)], [(0, 6)]) == []
     assert without([(0, 1)], []) == [(0, 1)]
+
+
+def test_marks_of_a_step_are_no_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event on a GPU would be made once, while the graph is: here a tensor stands for it, of which the graph must not know."""
+    from types import SimpleNamespace
+
+    from acc_lm.runtime import Pace
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+        def forward(self, values: Any) -> Any:
+            return self.module(values)
+
+    graphs: list[str] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    monkeypatch.setattr(Pace, "_now", lambda self: torch.rand(()))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    torch._dynamo.reset()
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
+    model: Any = torch.compile(Wrapped(), backend=keep)
+    pace = Pace(accelerator, model)
+    for _ in range(2):
+        pace.start_step()
+        model(torch.ones(1, 2)).sum().backward()
+    first, second = pace._steps
+    assert (
+        len({float(getattr(step, name)) for step in (first, second) for name in ("called", "forward", "forward_end")})
+        == 6
+    )
+    assert graphs
+    assert not [code for code in graphs if "rand" in code]

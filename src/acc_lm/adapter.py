@@ -245,9 +245,16 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
             raise ValueError(f"kind {kind}, base {where!r}")
         with safe_open(folder / WEIGHTS, framework="pt"):  # it is whole
             pass
+        if os.path.isabs(where) and not os.path.isdir(where):
+            raise ConfigError(
+                f"the base of the adapter {folder} must be at {where}, got nothing there; put it back, or correct base_model_name_or_path "
+                f"in {SETTINGS}"
+            )
         return AdapterFolder(
             folder, where, settings.get("revision"), base.get("checksum"), base.get("dtype", "float32")
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(
             f"{folder} must be a LoRA adapter with its weights in {WEIGHTS}, got: {first_line(error)}; export it anew"

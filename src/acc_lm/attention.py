@@ -30,6 +30,7 @@ CAUSAL = "acc_lm_causal"
 COUNTING = "acc_lm_counting"
 PROBE = "acc_lm_probe"
 LOOKED_AT = "acc_lm_looked_at"
+LEAST_FLEX_HEAD = 16
 # Keywords that say nothing about which positions may be seen.
 HARMLESS = {
     "is_causal",
@@ -73,8 +74,16 @@ def causal_attention(
                 f"the model's attention dropout must be 0 for packed rows on a GPU, got {dropout}; "
                 "set it to 0, or data.packing: false"
             )
+        if query.is_cuda and (size := min(query.shape[-1], value.shape[-1])) < LEAST_FLEX_HEAD:
+            raise ConfigError(
+                f"the model's attention heads must have {LEAST_FLEX_HEAD} or more elements for packed rows on a GPU, got {size}; "
+                "use fewer heads, or data.packing: false"
+            )
         output, _ = flex_attention_forward(module, query, key, value, document_mask, scaling=scaling)
         return output, None
+    num_shared = query.shape[1] // key.shape[1]
+    if num_shared > 1 and _lacks_grouped_kernel(query):
+        key, value = key.repeat_interleave(num_shared, 1), value.repeat_interleave(num_shared, 1)
     output = nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -86,6 +95,17 @@ def causal_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _lacks_grouped_kernel(query: Tensor) -> bool:
+    """Whether no fused kernel of a GPU takes fewer key-value heads in this type: those that do have 16 bits.
+
+    With as many heads of each the memory-efficient kernel takes float32; else scores of T x T would be kept for backward.
+    """
+    if not query.is_cuda:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    return dtype == torch.float32
 
 
 def kernel_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:

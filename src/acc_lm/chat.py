@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt"]
 TrainOn = Literal["assistant", "last_assistant", "all", "completion"]
 Message = dict[str, Any]
-"""role, content, and what the record has beside them for the template: tool_calls, name, reasoning_content, ..."""
+"""The record's own, but for keys without a value: role, content, and whatever else a template reads (tool_calls, name, ...)."""
 
 COLUMNS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
@@ -41,6 +43,8 @@ TRAIN_ON: dict[Format, tuple[TrainOn, ...]] = {  # the first is the default
     "alpaca": ("assistant", "last_assistant", "all"),
     "sharegpt": ("assistant", "last_assistant", "all"),
 }
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which transformers gives a message's thoughts to a template; the first that is there counts."""
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -63,12 +67,20 @@ PLAIN_TEMPLATE = """\
 {%- if bos_token is defined and bos_token != eos_token %}{{ bos_token }}{% endif %}
 {%- if tools %}{{ 'tools:\\n' + tools | tojson + eos_token + '\\n' }}{% endif %}
 {%- for message in messages %}
-    {{- message.role + ':\\n' + message.content }}
+    {{- message.role + ':\\n' + (message.content or '') }}
     {%- if message.tool_calls %}{{ '\\ncalls:\\n' + message.tool_calls | tojson }}{% endif %}
     {{- eos_token + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}
 """
+
+OWN = "the tokenizer's chat template"
+DAY = "chat_template_date"
+"""Key of tokenizer_config.json that keeps the date of the run, for whoever uses what it exported."""
+TRIAL_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 # Around what a record writes like a special token; noncharacters, which Unicode keeps for such use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -79,8 +91,8 @@ class Conversation:
     messages: tuple[Message, ...]
     place: str
     """`file:line` of its record, for error messages."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the functions that the assistant can call."""
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """JSON schemas of the functions that the assistant can call; None: the record says nothing of tools."""
     num_prompt_messages: int = 0
     """Messages of the prompt, of a prompt with its completion."""
     is_plain: bool = False
@@ -109,6 +121,8 @@ class ItemCounts:
     """Conversations of which no target was left."""
     dropped_content: int = 0
     """Conversations of which the template leaves something out."""
+    plain: int = 0
+    """Prompts and completions in plain text, which have no roles."""
 
     def __add__(self, other: ItemCounts) -> ItemCounts:
         return ItemCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(ItemCounts)))
@@ -180,12 +194,17 @@ def read_conversation(record: Any, format: Format, place: str) -> Conversation:
         return Conversation(_alpaca_messages(record, place), place, tools)
     if format == "prompt_completion":
         return _prompt_completion(record, place, tools)
-    messages = _messages(record[columns[0]], columns[0], place, is_sharegpt=format == "sharegpt")
-    system = record.get("system")
-    if system:
-        messages = ({"role": "system", "content": _text(system, "system", place)}, *messages)
+    messages = _system(record, place) + _messages(
+        record[columns[0]], columns[0], place, is_sharegpt=format == "sharegpt"
+    )
     _check_order(messages, columns[0], place)
     return Conversation(messages, place, tools)
+
+
+def _system(record: dict[str, Any], place: str) -> tuple[Message, ...]:
+    """The turn that the column `system` stands for."""
+    system = record.get("system")
+    return ({"role": "system", "content": _text(system, "system", place)},) if system else ()
 
 
 def _alpaca_messages(record: dict[str, Any], place: str) -> tuple[Message, ...]:
@@ -198,17 +217,22 @@ def _alpaca_messages(record: dict[str, Any], place: str) -> tuple[Message, ...]:
         {"role": "user", "content": "\n\n".join(parts)},
         {"role": "assistant", "content": _filled(record["output"], "output", place)},
     )
-    system = record.get("system")
-    return ({"role": "system", "content": _text(system, "system", place)}, *messages) if system else messages
+    return _system(record, place) + messages
 
 
-def _prompt_completion(record: dict[str, Any], place: str, tools: tuple[Mapping[str, Any], ...]) -> Conversation:
+def _prompt_completion(record: dict[str, Any], place: str, tools: tuple[Mapping[str, Any], ...] | None) -> Conversation:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = _messages(prompt, "prompt", place)
+        before = _system(record, place) + _messages(prompt, "prompt", place)
         messages = before + _messages(completion, "completion", place)
         _check_order(messages, "prompt + completion", place)
         return Conversation(messages, place, tools, num_prompt_messages=len(before))
+    for name, value in (("system", record.get("system")), ("tools", tools)):
+        if value:
+            raise DataError(
+                f"{place}: {name!r} must be empty where prompt and completion are plain text, which has no roles, "
+                f"got {_shown(record[name])}"
+            )
     pair = (
         {"role": "user", "content": _filled(prompt, "prompt", place)},
         {"role": "assistant", "content": _filled(completion, "completion", place)},
@@ -221,26 +245,31 @@ def _messages(value: Any, column: str, place: str, *, is_sharegpt: bool = False)
         raise DataError(f"{place}: {column!r} must be a list of messages, got {kind_of(value)}")
     if not value:
         raise DataError(f"{place}: {column!r} must hold messages, got an empty list")
-    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    names = {"from": "role", "value": "content"} if is_sharegpt else {"role": "role", "content": "content"}
+    role_key, content_key = names
     roles = SHAREGPT_ROLES if is_sharegpt else {role: role for role in FOLLOWERS if role}
     messages = []
     for number, raw in enumerate(value):
         name = f"{column}[{number}]"
         if not isinstance(raw, dict):
             raise DataError(f"{place}: {name} must be an object with {role_key} and {content_key}, got {kind_of(raw)}")
-        given = _without_nulls(raw)  # tables give every message every key
+        given = {key: inner for key, inner in raw.items() if inner is not None}  # as apply_chat_template does
         if role_key not in given:
             got = ", ".join(map(repr, given)) or "nothing"
             raise DataError(f"{place}: {name} must have {role_key} and {content_key}, got {got}")
-        role = given.pop(role_key)
+        role = given[role_key]
         if not isinstance(role, str) or role not in roles:
             raise DataError(f"{place}: {name}.{role_key} must be {', '.join(roles)}, got {_shown(role)}")
         calls = _tool_calls(given.get("tool_calls"), roles[role], name, place)
-        content = given.pop(content_key, "" if calls else None)
-        message = {"role": roles[role], "content": _text(content, f"{name}.{content_key}", place)}
+        if content_key in given or not calls:
+            _text(given.get(content_key), f"{name}.{content_key}", place)
+        for key in THOUGHTS:
+            _text(given.get(key, ""), f"{name}.{key}", place)
         if given.get("weight") == 0 or given.get("train") is False:
             raise DataError(f"{place}: {name} must be learned or not by data.train_on, got a weight of its own (0)")
-        messages.append(message | given)
+        # Keys in the record's order, which a template may write.
+        own = {names.get(key, key): inner for key, inner in given.items() if key in names or key not in names.values()}
+        messages.append(own | {"role": roles[role]})
     return tuple(messages)
 
 
@@ -271,43 +300,58 @@ def _tool_calls(calls: Any, role: str, name: str, place: str) -> list[Any]:
     return calls
 
 
-def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
+def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...] | None:
     if isinstance(value, str) and value.strip():  # tables cannot hold schemas of different shapes otherwise
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise DataError(f"{place}: 'tools' must be JSON, got {_shown(value)}") from None
-    if not value:
-        return ()
+    if not value and not isinstance(value, list):
+        return None
     if not isinstance(value, list) or not all(isinstance(_function_name(tool), str) for tool in value):
         raise DataError(f"{place}: 'tools' must be a list of functions with names, got {_shown(value)}")
-    return tuple(_without_nulls(tool) for tool in value)
+    for number, tool in enumerate(value):
+        description = _function(tool).get("description")
+        if not isinstance(description, str | None):
+            raise DataError(
+                f"{place}: tools[{number}] must have a string as its description, got {kind_of(description)}"
+            )
+    return tuple(value)
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool or a call without `{"type": "function", "function": ...}` around it."""
+    inner: Mapping[str, Any] = call.get("function", call)
+    return inner
 
 
 def _function_name(call: Any) -> Any:
-    """Of a tool or a call, with or without `{"type": "function", "function": ...}` around it."""
-    inner = call.get("function", call) if isinstance(call, dict) else None
+    """Name in a tool or a call; None where there is none."""
+    inner = _function(call) if isinstance(call, dict) else None
     return inner.get("name") if isinstance(inner, dict) else None
 
 
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: {name} must be a string, got {kind_of(value)}")
-    if not is_unicode(value) or OPEN in value or CLOSE in value:
+    return check_unicode(value, name, place)
+
+
+def check_unicode(text: str, name: str, place: str) -> str:
+    """The text, which a tokenizer can take.
+
+    Raises:
+        DataError: there is a lone surrogate in it, or a noncharacter, which marks are made of.
+    """
+    if not is_unicode(text) or OPEN in text or CLOSE in text:
         raise DataError(f"{place}: {name} must be Unicode text, got half of a character or a noncharacter")
-    return value
+    return text
 
 
 def _filled(value: Any, name: str, place: str) -> str:
     if not _text(value, name, place).strip():
         raise DataError(f"{place}: {name} must hold text, got an empty string")
     return str(value)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:
@@ -329,35 +373,75 @@ class ChatTemplate:
     """What the template writes behind it at the end of a conversation; no target, generation has stopped before."""
     control_tokens: re.Pattern[str]
     """Special tokens, which only the template may write."""
+    day: str
+    """Date that the template is told when it asks for the time, as YYYY-MM-DD."""
+    tool_use: str | None = None
+    """Jinja of the template that the tokenizer has for conversations with tools; None: this one."""
 
     @property
     def reads_clock(self) -> bool:
-        """Whether what it writes can depend on today's date."""
-        return "strftime_now" in self.text
+        """Whether what it writes can depend on the date."""
+        return reads_clock(self.text + (self.tool_use or ""))
 
 
-def load_template(tokenizer: PreTrainedTokenizerBase, file: str | None = None) -> ChatTemplate:
+def reads_clock(text: str) -> bool:
+    """Whether what a template writes can depend on the date."""
+    return "strftime_now" in text
+
+
+def load_template(tokenizer: PreTrainedTokenizerBase, file: str | None = None, day: str | None = None) -> ChatTemplate:
     """The template of a file, else the tokenizer's own, else `PLAIN_TEMPLATE`, tried on one exchange.
+
+    Args:
+        day: date for a template that reads the clock, as YYYY-MM-DD; None: that of the tokenizer's run, else today's.
 
     Raises:
         ConfigError: it is not there, is not Jinja, or does not write what can be learned exactly.
     """
+    day = day or day_of(tokenizer) or date.today().isoformat()
+    own = tokenizer.chat_template
     if file is not None:
-        text, origin = read_template(file), file
-    elif tokenizer.chat_template:
-        text, origin = tokenizer.get_chat_template(), "the tokenizer's chat template"
-    else:
-        text, origin = PLAIN_TEMPLATE, "acc-lm's chat template"
+        return _tried(read_template(file), file, day, tokenizer)
+    if not own:
+        return _tried(PLAIN_TEMPLATE, "acc-lm's chat template", day, tokenizer)
+    if not isinstance(own, dict):
+        return _tried(own, OWN, day, tokenizer)
+    if "default" not in own:
+        raise ConfigError(
+            f"the tokenizer must have a chat template named default, got {', '.join(map(repr, sorted(own)))}; "
+            "set data.chat_template to a file with the one that is meant"
+        )
+    return replace(_tried(own["default"], OWN, day, tokenizer), tool_use=own.get("tool_use"))
+
+
+def day_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Date of the run that made or trained this tokenizer's model; None where its template reads no clock."""
+    day: str | None = tokenizer.init_kwargs.get(DAY)
+    return day
+
+
+def _tried(
+    text: str,
+    origin: str,
+    day: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: tuple[Mapping[str, Any], ...] | None = None,
+) -> ChatTemplate:
+    """A template after one exchange, which shows how it ends a turn.
+
+    Raises:
+        ConfigError: it is not Jinja, or does not write what can be learned exactly.
+    """
     added = [token for token in tokenizer.added_tokens_decoder.values() if not token.content.isspace()]
-    draft = ChatTemplate(text, origin, "", "", _any_of([token.content for token in added if token.special]))
+    draft = ChatTemplate(text, origin, "", "", _any_of([token.content for token in added if token.special]), day)
 
     # What an assistant's turn ends with is found by rendering one. The answer is a word that no template knows.
     answer = "answerofthetrial"
     asked: tuple[Message, ...] = ({"role": "user", "content": "question"},)
     trial = asked + ({"role": "assistant", "content": answer},)
     try:
-        prompt = _render(trial[:1], (), tokenizer, draft, add_generation_prompt=True)
-        whole = _render(trial, (), tokenizer, draft, add_generation_prompt=False)
+        prompt = _render(trial[:1], tools, tokenizer, draft, add_generation_prompt=True)
+        whole = _render(trial, tools, tokenizer, draft, add_generation_prompt=False)
     except _TemplateError as error:
         raise ConfigError(f"{error}; correct it, or set data.chat_template to another file") from None
     ending = whole.partition(answer)[2]
@@ -373,7 +457,7 @@ def load_template(tokenizer: PreTrainedTokenizerBase, file: str | None = None) -
             f"{_shown(whole)}; set data.chat_template to a file that does"
         )
     special = {token.content for token in added if token.special} | {end[0]}
-    return ChatTemplate(text, origin, end[0], ending[end.end() :], _any_of(special))
+    return ChatTemplate(text, origin, end[0], ending[end.end() :], _any_of(special), day)
 
 
 def read_template(file: str) -> str:
@@ -400,20 +484,30 @@ class _TemplateError(Exception):
 
 def _render(
     messages: tuple[Message, ...],
-    tools: tuple[Mapping[str, Any], ...],
+    tools: tuple[Mapping[str, Any], ...] | None,
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate,
     *,
     add_generation_prompt: bool,
 ) -> str:
-    try:
-        rendered = tokenizer.apply_chat_template(
-            list(messages),  # type: ignore[arg-type]
-            tools=list(tools) or None,  # type: ignore[arg-type]
+    def render(messages: list[Message]) -> Any:
+        return tokenizer.apply_chat_template(
+            messages,  # type: ignore[arg-type]
+            tools=None if tools is None else list(tools),  # type: ignore[arg-type]
             chat_template=template.text,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
+
+    try:
+        with _on_the_day(template):
+            try:
+                rendered = render(list(messages))
+            except Exception:
+                if all("content" in message for message in messages):
+                    raise
+                # Beside calls a content may be missing, which not every template can do without.
+                rendered = render([{"content": ""} | message for message in messages])
     except Exception as error:  # a template is a program: what can go wrong in it is anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
@@ -422,6 +516,23 @@ def _render(
             f"{where} must write the conversation, got: {' '.join(str(error).split())[:200]}"
         ) from None
     return str(rendered)
+
+
+@contextmanager
+def _on_the_day(template: ChatTemplate) -> Iterator[None]:
+    """Render with the template's day in place of today: its clock stands at midnight."""
+    if not reads_clock(template.text):
+        yield
+        return
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    known = _compile_jinja_template(template.text).environment.globals
+    now = known["strftime_now"]
+    known["strftime_now"] = datetime.fromisoformat(template.day).strftime
+    try:
+        yield
+    finally:
+        known["strftime_now"] = now
 
 
 # --- items ---------------------------------------------------------------------------------------------------------
@@ -452,15 +563,19 @@ def build_items(
             items = [_all_targets(items[0].ids)]
     else:
         assert template is not None
-        marked = _mark(conversation, template.control_tokens)
+        if conversation.tools is not None and template.tool_use is not None:
+            template = _tried(template.tool_use, OWN + " for tools", template.day, tokenizer, (TRIAL_TOOL,))
         try:
+            marked = _mark(conversation, template.control_tokens)
+            if marked != conversation:
+                _check_marks(marked, conversation, tokenizer, template)
             if train_on == "all":
                 text = _render(marked.messages, marked.tools, tokenizer, template, add_generation_prompt=False)
                 items = [_all_targets(_encode(text, tokenizer))]
                 drops_content = _is_missing(_contents(marked.messages, marked.tools), text)
             else:
                 items, drops_content = _chat_items(marked, tokenizer, template, train_on)
-        except _TemplateError as error:
+        except (_TemplateError, RecursionError) as error:
             raise DataError(f"{conversation.place}: {error}") from None
     kept = [item for item in (_cut(item, max_length) for item in items) if item is not None]
     targets, all_targets = (sum(sum(item.is_target) for item in some) for some in (kept, items))
@@ -473,15 +588,24 @@ def build_items(
         cut_targets=all_targets - targets,
         without_target=int(targets == 0),
         dropped_content=int(drops_content),
+        plain=int(conversation.is_plain),
     )
     return kept, counts
 
 
-def question_ids(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Ids behind which an answer to a user's question is learned and generated, and the token that ends an answer."""
+def question_ids(question: str, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> tuple[list[int], int]:
+    """Ids after which an answer to a user's question is learned and generated, and the token that ends an answer.
+
+    Args:
+        day: as in `load_template`.
+    """
     turns = ({"role": "user", "content": question}, {"role": "assistant", "content": "an answer"})
     items, _ = build_items(
-        Conversation(turns, "the question"), tokenizer, load_template(tokenizer), "assistant", max_length=1 << 62
+        Conversation(turns, "the question"),
+        tokenizer,
+        load_template(tokenizer, day=day),
+        "assistant",
+        max_length=1 << 62,
     )
     (item,) = items
     return item.ids[: item.is_target.index(True)], item.ids[-1]
@@ -584,8 +708,25 @@ def _mark(conversation: Conversation, control_tokens: re.Pattern[str]) -> Conver
             return {key: mark(inner) for key, inner in value.items()}
         return [mark(inner) for inner in value] if isinstance(value, list) else value
 
-    messages = tuple(mark(message) for message in conversation.messages)
-    return replace(conversation, messages=messages, tools=tuple(mark(tool) for tool in conversation.tools))
+    # A role is the template's own word, whatever tokens there are.
+    messages = tuple(mark(message) | {"role": message["role"]} for message in conversation.messages)
+    tools = conversation.tools
+    return replace(conversation, messages=messages, tools=None if tools is None else tuple(map(mark, tools)))
+
+
+def _check_marks(
+    marked: Conversation, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate
+) -> None:
+    """Refuse a conversation that the template writes in another way because of the marks."""
+    with_marks, without = (
+        _render(some.messages, some.tools, tokenizer, template, add_generation_prompt=False)
+        for some in (marked, conversation)
+    )
+    if re.sub(f"[{OPEN}{CLOSE}]", "", with_marks) != without:
+        raise _TemplateError(
+            f"{template.origin} must write special tokens in a text as it writes any text, got another text with them "
+            f"({', '.join(sorted(set(template.control_tokens.findall(without)))[:3])} ...)"
+        )
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase, is_inside: bool = False) -> list[int]:
@@ -624,23 +765,41 @@ def _encode_piece(text: str, tokenizer: PreTrainedTokenizerBase, is_inside: bool
 # --- what is reported before training ------------------------------------------------------------------------------
 
 
-def _contents(messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]) -> list[str]:
+def _contents(messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] | None) -> list[str]:
     """Everything of these messages that a template must write somewhere."""
     found = []
     for message in messages:
-        found += [message["content"], message.get("reasoning_content") or ""]
-        found += [_function_name(call) for call in message.get("tool_calls") or ()]
-    for tool in tools:
-        found += [_function_name(tool), tool.get("function", tool).get("description") or ""]
+        found.append(message.get("content", ""))
+        found += [message[key] for key in THOUGHTS if key in message][:1]
+        for call in message.get("tool_calls") or ():
+            found += [_function_name(call), *_words_of(_function(call).get("arguments"))]
+    for tool in tools or ():
+        found += [_function_name(tool), _function(tool).get("description") or ""]
+        parameters = _function(tool).get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        found += properties if isinstance(properties, dict) else []
     return found
+
+
+def _words_of(arguments: Any) -> Iterator[str]:
+    """Names and texts in the arguments of a call; numbers have several spellings."""
+    if isinstance(arguments, str):
+        yield arguments
+    elif isinstance(arguments, dict):
+        for name, inner in arguments.items():
+            yield name
+            yield from _words_of(inner)
+    elif isinstance(arguments, list):
+        for inner in arguments:
+            yield from _words_of(inner)
 
 
 def _is_missing(contents: list[str], text: str) -> bool:
     """Whether some content does not stand in the text, each at a place of its own; white space does not count."""
     left = "".join(text.split())
-    for content in sorted(("".join(content.split()) for content in contents), key=len, reverse=True):
-        spellings = [content, json.dumps(content, ensure_ascii=False)[1:-1]]  # templates quote what tools answer
-        found = next((spelling for spelling in spellings if spelling in left), None)
+    for content in sorted(contents, key=len, reverse=True):
+        spellings = content, json.dumps(content, ensure_ascii=False)[1:-1]  # templates quote what tools answer
+        found = next((bare for bare in ("".join(spelling.split()) for spelling in spellings) if bare in left), None)
         if found is None:
             return True
         if found:

@@ -155,17 +155,26 @@ def _check_shapes(folder: Path, saved: dict[str, Any], wanted: dict[str, tuple[i
 
 def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: int, length: int) -> Tensor:
     """Elements [start, start + length) of a tensor, from whatever pieces it was cut into."""
-    wanted = [(max(first, start), min(first + size, start + length), first, part) for first, size, part in parts]
-    covered = sum(max(high - low, 0) for low, high, _, _ in wanted)
-    if covered != length or length == 0:  # before memory is taken for what a file only claims to be
-        raise CheckpointError(f"{folder} must hold all of {key}, got {covered} of {length} elements of a part")
+    clipped = [(max(first, start), min(first + size, start + length), first, part) for first, size, part in parts]
+    wanted = sorted((piece for piece in clipped if piece[0] < piece[1]), key=lambda piece: piece[:2])
+    end = start
+    for low, high, _, _ in wanted:  # before memory is taken for what a file only claims to be
+        if low != end:
+            raise CheckpointError(
+                f"{folder} must hold each element of {key} once, got {'a gap' if low > end else 'pieces that overlap'} "
+                f"at element {min(low, end)}; name another checkpoint"
+            )
+        end = high
+    if end != start + length or length == 0:
+        raise CheckpointError(
+            f"{folder} must hold all of {key}, got {end - start} of {length} elements of a part; name another checkpoint"
+        )
     values: Tensor | None = None
     for low, high, first, part in wanted:
-        if low < high:
-            chunk = part[low - first : high - first]
-            if values is None:
-                values = torch.empty(length, dtype=chunk.dtype)
-            values[low - start : high - start] = chunk
+        chunk = part[low - first : high - first]
+        if values is None:
+            values = torch.empty(length, dtype=chunk.dtype)
+        values[low - start : high - start] = chunk
     assert values is not None
     return values
 

@@ -73,8 +73,11 @@ def complete(
     rooms = [int(min(max_new_tokens, limit - len(prompt.ids))) for prompt in prompts]
     # By what all processes know, so that the batches are the same for any number of them.
     order = sorted(range(len(prompts)), key=lambda n: (-len(prompts[n].ids), n))
-    whole = [n for n in order if rooms[n] == max_new_tokens and temperature == 0]
-    batches = [whole[start : start + batch_size] for start in range(0, len(whole), batch_size)]
+    together = [n for n in order if rooms[n] == max_new_tokens and temperature == 0]
+    batches = []
+    for ends in sorted({prompts[n].ends for n in together}):  # what ends one answer is text in another
+        alike = [n for n in together if prompts[n].ends == ends]
+        batches += [alike[start : start + batch_size] for start in range(0, len(alike), batch_size)]
     batches += [[n] for n in order if rooms[n] > 0 and (rooms[n] < max_new_tokens or temperature > 0)]
     answers: dict[int, list[int]] = {}
     for batch in batches[accelerator.process_index :: accelerator.num_processes]:
@@ -140,7 +143,7 @@ def _generate(
 
     device = next(model.parameters()).device
     width = max(len(prompt.ids) for prompt in prompts)
-    ends = sorted({end for prompt in prompts for end in prompt.ends})
+    ends = sorted(prompts[0].ends)
     ids = torch.full((len(prompts), width), ends[0])
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):

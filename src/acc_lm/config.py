@@ -9,6 +9,7 @@ import difflib
 import math
 import os
 import re
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -48,6 +49,20 @@ def _at_home(value: str) -> str:
 Place = Annotated[str, AfterValidator(_at_home)]
 """A path, in which ~ is the home folder, or a name on the Hub."""
 Folder = Annotated[Place, AfterValidator(os.path.normpath)]
+
+
+def _as_day(value: Any) -> Any:
+    return value.isoformat() if type(value) is date else value  # YAML has dates of its own
+
+
+def _day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; change it") from None
+
+
+Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
 
 
 def _name_in_tracker(value: str) -> str:
@@ -92,13 +107,15 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the parameters; compute precision is `training.mixed_precision`."""
     gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False
-    """Compute activations again in the backward pass, same result. true: all of a block, least memory, about a third more compute; selective: all but products and attention, about half the memory."""
+    """Compute activations again in the backward pass, same result. true: all of a block, least memory, about a third more compute; selective: all but products and attention (not FlexAttention's), about half the memory."""
     freeze: Strings = ()
     """Parameters that are not trained, by patterns of their names, e.g. `model.embed_tokens.*`; each must match one."""
     resize_embeddings: bool = False
     """Enlarge the embeddings when the tokenizer has more ids than the model."""
     trust_remote_code: bool = False
     """Run Python code that a model repository brings along."""
+    router_loss: Literal["exact", "per_micro_batch", "off"] = "exact"
+    """Load-balancing loss of a mixture of experts, times the model's own coefficient (`router_aux_loss_coef`). exact: over the global batch, whatever its split, for a second forward pass under accumulation; per_micro_batch: mean over the micro-batches, as elsewhere; off: none. Nothing for other models."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -110,6 +127,12 @@ class ModelConfig(Section):
             )
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config must name a model_type of transformers, got none; add e.g. model_type: llama")
+        asked = (self.config or {}).get("output_router_logits")
+        if isinstance(asked, bool) and asked != (self.router_loss != "off"):
+            raise ValueError(
+                f"config.output_router_logits must be left out where model.router_loss decides, got {asked} beside {self.router_loss}; "
+                "set model.router_loss to exact or off"
+            )
         return self
 
 
@@ -237,6 +260,8 @@ class DataConfig(Section):
     """Which tokens of a conversation are targets; null: the assistant's, or the completion's."""
     chat_template: Place | None = None
     """File with a Jinja chat template; null: the tokenizer's own, or a plain one for a tokenizer that has none."""
+    chat_template_date: Day | None = None
+    """Date that a chat template which reads the clock writes, as YYYY-MM-DD; null: that of the first start of the run."""
     max_lossy_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the conversations that may be cut, have no target, or lose content to the template; more is an error."""
     packing: bool = True

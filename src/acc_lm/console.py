@@ -68,6 +68,9 @@ def start_block(
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
+    if model.router:
+        ahead = "; a second forward pass finds it" if model.router.is_exact and accumulation > 1 else ""
+        lines.append(("experts", model.router.description + ahead))
     by_source = data.by_source(order, order.places_after(num_steps))
     num_targets = sum(source["tokens"] for source in by_source.values())
     for (name, source), num_rows in zip(by_source.items(), data.mixture.sizes if data.mixture else (), strict=True):
@@ -162,7 +165,7 @@ class Bar:
         for name, result in [("eval", evaluation.held_out), *evaluation.sets.items()]:
             self.line(
                 f"step {step}/{self._num_steps}  {name} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}  "
-                f"accuracy {result.token_accuracy:.4f}  bits per byte {result.bits_per_byte:.4f}"
+                f"accuracy {result.token_accuracy:.4f}  bits per byte {'none' if result.bits_per_byte is None else f'{result.bits_per_byte:.4f}'}"
             )
 
     def show_epoch(self, metrics: dict[str, float]) -> None:
@@ -210,6 +213,7 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
         parts.append("sample:\n" + printable(text, keep="\n\t"))
     names = {"model": "this model", "gzip": "gzip -9", "xz": "xz -9"}
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
+    table = table or ["  none: the targets stand for no text"]
     parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))
     parts.append(f"model   {final}\ncurves  {final.parent / history.PICTURE}\nsummary {final.parent / summary.FILE}")
     return "\n\n".join(parts)

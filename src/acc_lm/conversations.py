@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +25,16 @@ from acc_lm.chat import (
     ItemCounts,
     TrainOn,
     build_items,
+    check_unicode,
     choose_train_on,
     detect_format,
     load_template,
     read_conversation,
     read_template,
+    reads_clock,
 )
 from acc_lm.config import DataConfig
-from acc_lm.errors import DataError
+from acc_lm.errors import ConfigError, DataError
 from acc_lm.packing import PackedRows, one_per_row, pack
 from acc_lm.sources import Document, Skipped, columns_of
 
@@ -53,26 +54,31 @@ class ChatPlan:
     template_file: str | None
     max_length: int
     """Most ids of an item."""
+    day: str | None = None
+    """Date for a template that reads the clock, as YYYY-MM-DD; None: that of the tokenizer's run, else today's."""
 
     def key(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[object, ...]:
         """All that decides the items, but for the records and the tokenizer's vocabulary."""
-        text, today = "", ""
+        texts: tuple[str | None, ...] = ()
+        special: dict[str, Any] = {}
         if tokenizer is not None:
-            template = template_of(self, tokenizer)
-            text, today = template.text, date.today().isoformat() if template.reads_clock else ""
+            template, special = template_of(self, tokenizer), dict(tokenizer.special_tokens_map)  # templates write them
+            texts = (template.text, template.tool_use)
         elif self.template_file is not None:
-            text = read_template(self.template_file)
-        return ("items-1", self.format, self.train_on, text, today, self.max_length)
+            texts = (read_template(self.template_file),)
+        day = self.day if any(reads_clock(text or "") for text in texts) else None
+        return ("items-2", self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
 
     def read(self, record: Any, place: str, skipped: Skipped) -> str | None:
         """The columns of a record that count, as JSON; None when they are no conversation and the recipe tolerates that."""
         try:
             read_conversation(record, self.format, place)
+            kept = {name: record[name] for name in (*COLUMNS[self.format], *BESIDE) if record.get(name) is not None}
+            text = json.dumps(kept, ensure_ascii=False, default=str)  # in the record's order, which templates write
+            return check_unicode(text, "everything in it", place)
         except DataError as error:
             skipped.reject(str(error))
             return None
-        kept = {name: record[name] for name in (*COLUMNS[self.format], *BESIDE) if record.get(name) is not None}
-        return json.dumps(kept, ensure_ascii=False, sort_keys=True, default=str)
 
     def open(self, document: Document) -> Conversation:
         return read_conversation(json.loads(document.text), self.format, document.place or "a record")
@@ -80,38 +86,45 @@ class ChatPlan:
     def texts(self, documents: Iterable[Document]) -> Iterator[str]:
         """What people and assistants say, for a tokenizer that is made of it."""
         for document in documents:
-            yield from (str(message["content"]) for message in self.open(document).messages)
+            yield from (str(message.get("content", "")) for message in self.open(document).messages)
 
 
-def plan_of(config: DataConfig) -> ChatPlan | None:
+def plan_of(config: DataConfig, day: str | None = None) -> ChatPlan | None:
     """How to read the records of a recipe as conversations; None for plain text.
+
+    Args:
+        day: date for a template that reads the clock where the recipe names none, as YYYY-MM-DD.
 
     Raises:
         DataError: the columns fit several formats, or the recipe's format is not one of records.
-        ConfigError: `data.train_on` is not of this format.
+        ConfigError: `data.train_on` is not of this format, or plain text has a chat template.
     """
     chosen: Format | None = config.format
     if chosen is None:
-        found = columns_of(config)
-        if found is None:
-            return None
-        columns, place = found
+        columns, place = columns_of(config) or ([config.text_column], "")
         if config.text_column not in columns and not any(set(names) <= set(columns) for names in COLUMNS.values()):
             return None  # who reads the text says what is missing
         chosen = detect_format(columns, place, config.text_column)
     if chosen == "text":
         choose_train_on(chosen, config.train_on)
+        if config.chat_template is not None:
+            raise ConfigError(
+                f"data.chat_template must be null for plain text, got {config.chat_template}; leave it out, or set data.format"
+            )
         return None
     if columns_of(config) is None:
         raise DataError(
             f"data.format {chosen} must be of records (jsonl, json, csv, parquet, arrow, or a dataset), got source {config.source} without any; "
             "set data.format to text"
         )
-    return ChatPlan(chosen, choose_train_on(chosen, config.train_on), config.chat_template, config.sequence_length + 1)
+    train_on = choose_train_on(chosen, config.train_on)
+    return ChatPlan(
+        chosen, train_on, config.chat_template, config.sequence_length + 1, config.chat_template_date or day
+    )
 
 
 def template_of(plan: ChatPlan, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    return load_template(tokenizer, plan.template_file)
+    return load_template(tokenizer, plan.template_file, plan.day)
 
 
 def write_items(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,11 @@ import numpy as np
 from tqdm import tqdm
 
 from acc_lm.cache import cache_folder, flush, make_once, read_facts, write_facts
-from acc_lm.chat import check, describe
+from acc_lm.chat import DAY, ItemCounts, check, describe
 from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
 from acc_lm.conversations import ChatPlan, open_rows, plan_of, template_of, write_items
 from acc_lm.documents import encode_documents, split_documents
-from acc_lm.errors import DataError, UserError
+from acc_lm.errors import ConfigError, DataError, UserError
 from acc_lm.losses import IGNORE_INDEX
 from acc_lm.mixture import MixedOrder, MixedRows, shares
 from acc_lm.order import RowOrder, StreamOrder
@@ -73,6 +74,10 @@ class DataFacts:
     format: str = "text"
     conversations: str = ""
     """What became of the training conversations, for people."""
+    item_counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """`ItemCounts` of each split, of conversations."""
+    has_roles: bool = False
+    """Whether a chat template wrote some of it."""
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
@@ -80,8 +85,10 @@ class DataFacts:
         sizes = {"gzip": self.gzip_bytes, "xz": self.xz_bytes}
         return {name: 8 * size / self.eval_bytes for name, size in sizes.items() if size is not None}
 
-    def beside_compressors(self, bits_per_byte: float, num_targets: int) -> dict[str, float]:
-        """A model's score, beside the compressors' where it covers the same text."""
+    def beside_compressors(self, bits_per_byte: float | None, num_targets: int) -> dict[str, float]:
+        """A model's score, beside the compressors' where it covers the same text; empty where it has none."""
+        if bits_per_byte is None:
+            return {}
         return {
             "model": bits_per_byte,
             **(self.compressed_bits_per_byte if num_targets == self.eval_tokens - 1 else {}),
@@ -99,6 +106,8 @@ class SetFacts:
     """What became of its conversations, for people."""
     key: str = ""
     """Hash of text and tokenizer."""
+    item_counts: dict[str, int] = field(default_factory=dict)
+    """`ItemCounts` of conversations."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,8 @@ class Data:
     facts: DataFacts
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
+    text_key: str = ""
+    """Hash of the documents and of which are held out, whatever tokenizes them; empty for mixtures and streams."""
     evaluation_sets: dict[str, Rows | PackedRows | MixedRows] = field(default_factory=dict)
     """More text to evaluate on, by name; never a part of `key`, so that a run may go on with others."""
     set_facts: dict[str, SetFacts] = field(default_factory=dict)
@@ -129,6 +140,8 @@ class Data:
     mixture: Mixture | None = None
     """Each of its sources has an evaluation set of its own name, which together are `evaluation`."""
     shuffle: bool = True
+    template_day: str | None = None
+    """Date that a chat template which reads the clock wrote, as YYYY-MM-DD; None: none did."""
 
     def order(self, seed: int, global_batch_size: int, lag: int = 0) -> RowOrder:
         """The endless sequence of the training rows."""
@@ -209,22 +222,42 @@ def build_data(
     seed: int,
     global_batch_size: int,
     is_main_process: bool = True,
+    day: str | None = None,
 ) -> Data:
     """Tokenised rows of both splits, from the cache or made now, under a file lock and no collective.
 
     Args:
         tokenizer: an existing one; None: made from the training split as `tokenizer_config` says.
+        day: date of the run for a chat template that reads the clock, as YYYY-MM-DD; None: today's.
 
     Raises:
         DataError: text that cannot be read, or too little of it.
     """
+    day = config.chat_template_date or day or date.today().isoformat()
+    data = _build_any(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process, day)
+    for key, used in (("chat_template", data.facts.has_roles), ("chat_template_date", data.template_day is not None)):
+        if getattr(config, key) is not None and not used:
+            what = "text without roles" if key == "chat_template" else "a chat template that reads no clock"
+            raise ConfigError(f"data.{key} must be null for {what}, got {getattr(config, key)}; leave it out")
+    return data
+
+
+def _build_any(
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+    global_batch_size: int,
+    is_main_process: bool,
+    day: str,
+) -> Data:
     if config.mixture:
-        return _build_mixture(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process)
+        return _build_mixture(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process, day)
     if config.streaming:
         return _build_stream(config, tokenizer_config, tokenizer, seed, is_main_process)
-    plan = plan_of(config)
+    plan = plan_of(config, day)
     corpus = open_corpus(config, seed, plan.read if plan else None)
-    made_by = tokenizer_config.model_dump_json() if tokenizer is None else _tokenizer_key(tokenizer)
+    made_by = tokenizer_config.model_dump_json() if tokenizer is None else tokenizer_key(tokenizer)
     parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
@@ -240,10 +273,34 @@ def build_data(
         global_batch_size,
         plan,
     )
-    return _with_sets(replace(data, shuffle=config.shuffle), config, plan, is_main_process)
+    data = replace(data, shuffle=config.shuffle, text_key=text_key(corpus, config, plan))
+    return _with_sets(data, config, plan, is_main_process)
 
 
-def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
+    """Hash of the documents and of what decides which of them are held out."""
+    parts = (FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
+    return hash_text(repr((*parts, plan.format if plan else "text")))
+
+
+def check_files(config: DataConfig) -> None:
+    """Look for every file that a recipe names, before any of them is read.
+
+    Raises:
+        DataError: one is not there, or empty.
+    """
+    for source in config.mixture:
+        with _naming(source.title):
+            check_files(_config_of(source, config))
+    if config.source == "files" and not config.mixture:
+        find_files(config.files, "data.files")
+        if config.eval_files:
+            find_files(config.eval_files, "data.eval_files")
+    for name, files in config.evaluation_sets.items():
+        find_files(files, f"data.evaluation_sets.{name}")
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return hash_text(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}")  # type: ignore[attr-defined]
 
 
@@ -257,21 +314,33 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
     dtype = _id_dtype(facts.vocab_size)
     if plan is not None:
-        # What comes out answers in the words that it was trained on; bare prompts have no roles.
-        if plan.format != "prompt_completion":
-            tokenizer.chat_template = template_of(plan, tokenizer).text
+        for counts in facts.item_counts.values():
+            check(ItemCounts(**counts), config.max_lossy_share)
+        day = _keep_template(plan, tokenizer) if facts.has_roles else None
         rows = open_rows(folder, "train", dtype, config)
         if len(rows) < global_batch_size:
             raise DataError(
                 f"data: the conversations must fill training.global_batch_size {global_batch_size} rows, got {len(rows)} "
                 f"of {config.sequence_length} tokens; lower it or add conversations"
             )
-        return Data(rows, open_rows(folder, "eval", dtype, config), tokenizer, facts, key)
+        return Data(rows, open_rows(folder, "eval", dtype, config), tokenizer, facts, key, template_day=day)
     end = None if config.attend_across_documents else tokenizer.eos_token_id
     train = Rows(np.memmap(folder / "train.bin", dtype=dtype, mode="r"), config.sequence_length, end=end)
     evaluation = _open_text(folder, dtype, config.sequence_length, end)
     _check_amount(len(train.tokens), config.sequence_length, global_batch_size, exact=True)
     return Data(train, evaluation, tokenizer, facts, key)
+
+
+def _keep_template(plan: ChatPlan, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Leave in the tokenizer, which goes into final/, what wrote the conversations; returns the date if that counts."""
+    template = template_of(plan, tokenizer)
+    if plan.template_file is not None or not tokenizer.chat_template:
+        tokenizer.chat_template = template.text
+    tokenizer.init_kwargs.pop(DAY, None)
+    if not template.reads_clock:
+        return None
+    tokenizer.init_kwargs[DAY] = template.day
+    return template.day
 
 
 def _facts_in(folder: Path) -> DataFacts:
@@ -300,7 +369,7 @@ def _open_set(
     tokenizer, dtype = data.tokenizer, _id_dtype(data.facts.vocab_size)
     files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}")
     read = plan.read if plan else text_in(config.text_column)
-    parts = (FORMAT, "set", content_key(files, config.text_column), _tokenizer_key(tokenizer), config.skip_bad_rows)
+    parts = (FORMAT, "set", content_key(files, config.text_column), tokenizer_key(tokenizer), config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
     def build(work: Path) -> None:
@@ -311,19 +380,20 @@ def _open_set(
                 sizes.append(len(document.text.encode()))
                 yield document
 
-        about = ""
+        about, item_counts = "", {}
         if plan is None:
             tokens = _write_text(documents(), tokenizer, dtype, work, "eval", with_bytes=True)
         else:
             counts = write_items(
                 documents(), plan, tokenizer, work, "eval", dtype, with_bytes=True, progress=lambda _: None
             )
-            check(counts, config.max_lossy_share)
-            tokens, about = counts.ids, describe(counts)
-        write_facts(work, asdict(SetFacts(len(sizes), sum(sizes), tokens, about, key)))
+            tokens, about, item_counts = counts.ids, describe(counts), asdict(counts)
+        write_facts(work, asdict(SetFacts(len(sizes), sum(sizes), tokens, about, key, item_counts)))
 
     folder = make_once(cache_folder(config.cache_dir), key, build, is_main_process)
     facts = SetFacts(**read_facts(folder))
+    if plan is not None:
+        check(ItemCounts(**facts.item_counts), config.max_lossy_share)
     if facts.tokens < 2:
         raise DataError(f"data.evaluation_sets.{name} must have at least one target, got none; add text")
     if plan is not None:
@@ -472,14 +542,14 @@ def _build_conversations(
             )
             for split, documents in (("train", train), ("eval", evaluation))
         }
-    for split in counts.values():
-        check(split, config.max_lossy_share)
     facts = DataFacts(
         vocab_size=len(tokenizer),
         train_tokens=counts["train"].ids,
         eval_tokens=counts["eval"].ids,
         format=plan.format,
         conversations=f"{plan.format}, trained on {plan.train_on}: {describe(counts['train'])}",
+        item_counts={split: asdict(count) for split, count in counts.items()},
+        has_roles=any(count.plain < count.conversations for count in counts.values()),
         **sizes,
     )
     write_facts(work, asdict(facts))
@@ -495,6 +565,7 @@ def _build_mixture(
     seed: int,
     global_batch_size: int,
     is_main_process: bool,
+    day: str,
 ) -> Data:
     """Each source as if it were alone, with one tokenizer for all, which is made from the training text of all."""
     names = tuple(source.title for source in config.mixture)
@@ -502,7 +573,7 @@ def _build_mixture(
     plans = []
     for name, part in zip(names, configs, strict=True):
         with _naming(name):
-            plans.append(plan_of(part))
+            plans.append(plan_of(part, day))
     if len({plan is None for plan in plans}) > 1:
         kinds = ", ".join(f"{name}: {plan.format if plan else 'text'}" for name, plan in zip(names, plans, strict=True))
         raise DataError(
@@ -514,7 +585,7 @@ def _build_mixture(
     for name, part in zip(names, configs, strict=True):
         with _naming(name):
             # A copy, for a source may leave its chat template in it, where the next would take it for the model's own.
-            parts.append(build_data(part, tokenizer_config, deepcopy(tokenizer), seed, 1, is_main_process))
+            parts.append(_build_any(part, tokenizer_config, deepcopy(tokenizer), seed, 1, is_main_process, day))
     tokenizer = next((part.tokenizer for part in parts if part.tokenizer.chat_template), parts[0].tokenizer)
     train = MixedRows([part.train for part in parts if not isinstance(part.train, StreamRows)])
     sizes = tuple(len(part) for part in train.parts)
@@ -542,6 +613,7 @@ def _build_mixture(
         set_facts={name: _facts_of_held_out(part) for name, part in zip(names, parts, strict=True)},
         mixture=Mixture(names, sizes, counts, rows_per_pass),
         shuffle=config.shuffle,
+        template_day=next((part.template_day for part in parts if part.template_day), None),
     )
     return _with_sets(data, config, plans[0], is_main_process)
 
@@ -607,6 +679,7 @@ def _add_facts(facts: list[DataFacts], names: tuple[str, ...]) -> DataFacts:
         eval_files=tuple(file for part in facts for file in part.eval_files),
         format=", ".join(dict.fromkeys(part.format for part in facts)),
         conversations="; ".join(told),
+        has_roles=any(part.has_roles for part in facts),
     )
 
 
@@ -634,7 +707,7 @@ def _build_stream(
         )
     if tokenizer is None:
         tokenizer = make_tokenizer(tokenizer_config, ())
-    made_by = _tokenizer_key(tokenizer)
+    made_by = tokenizer_key(tokenizer)
     if config.source == "files":
         find_files(config.eval_files, "data.eval_files")
         held_out = config.model_copy(update={"files": config.eval_files, "eval_files": ()})

@@ -108,12 +108,13 @@ class Watch:
                 self.sums = (self.sums[0] + nll, self.sums[1] + num_targets)
         self._unread = []
         by_step = self._gradients.not_finite()
-        if (
-            self._accelerator.mixed_precision == "fp16"
-        ):  # its scale of the loss is found by gradients that are not finite
-            by_step = [[] for _ in losses]
+        # The scaler of fp16 finds the scale of the loss by gradients that overflow: no fault until the scale is used up.
+        finds_scale = self._accelerator.mixed_precision == "fp16" and any(by_step) and self._gradients.loss_scale >= 1
         for number, loss, names in zip(range(step + 1 - len(losses), step + 1), losses, by_step, strict=True):
             self._loss = loss
+            if names and finds_scale and math.isfinite(loss):
+                self.num_skipped += 1
+                names = []
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if names else 0
             if names:
                 self._skip(number, names)

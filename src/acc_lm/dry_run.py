@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from acc_lm.data import Data
+    from acc_lm.router import Router
 
 
 def try_everything(
@@ -38,6 +39,7 @@ def try_everything(
     data: Data,
     order: RowOrder,
     config: Config,
+    router: Router | None = None,
 ) -> None:
     """One step, one evaluation, one save, and one load after which every tensor is bit for bit what was saved.
 
@@ -84,6 +86,7 @@ def try_everything(
             num_targets=data.train.count_targets(rows),
             max_grad_norm=config.optimizer.max_grad_norm,
             gradients=gradients,
+            router=router,
         )
         progress = progress.advance(rows, outcome.num_targets)
         watch.note(number, outcome)

@@ -111,9 +111,18 @@ def storage_reason(error: BaseException) -> str | None:
     return os.strerror(number) if number in (*full, *closed, *broken) else None
 
 
+def process_index() -> int:
+    """Place of this process among all, by the launcher's word, so that it is known before anything is set up.
+
+    RANK counts only next to the WORLD_SIZE of several processes: alone it is left over from another launch.
+    """
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if os.environ.get("WORLD_SIZE", "1") != "1" and rank.isdigit() else 0
+
+
 def is_main_process() -> bool:
-    """The process that speaks for all, by the launcher's word, so that it is known before anything is set up."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks for all."""
+    return process_index() == 0
 
 
 LAUNCHER_SECONDS = 5.0
@@ -126,7 +135,7 @@ def print_problems(error: UserError) -> None:
         return
     if error.speaks is None and not is_main_process():
         time.sleep(LAUNCHER_SECONDS)
-        print(f"error: only process {os.environ['RANK']} met this:", file=sys.stderr)
+        print(f"error: only process {process_index()} met this:", file=sys.stderr)
     for problem in error.problems:
         print(f"error: {printable(redact(problem))}", file=sys.stderr, flush=True)
 

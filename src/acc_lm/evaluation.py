@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from acc_lm.data import Data
+from acc_lm.errors import ConfigError
 from acc_lm.mixture import MixedRows
 from acc_lm.order import evaluation_batches
 from acc_lm.packing import PackedRows
@@ -35,8 +36,8 @@ class EvaluationResult:
     """Nats per target."""
     token_accuracy: float
     """Share of targets with the highest logit."""
-    bits_per_byte: float
-    """Bits per UTF-8 byte of the text that the targets stand for."""
+    bits_per_byte: float | None
+    """Bits per UTF-8 byte of the text that the targets stand for; None where they stand for none, as in empty answers."""
     num_targets: int
     num_bytes: int
     """Of that text."""
@@ -48,12 +49,12 @@ class EvaluationResult:
     def metrics(self, name: str = "") -> dict[str, float]:
         """Under the names of metrics.jsonl; `name` is that of an evaluation set."""
         prefix = f"eval/{name}/" if name else "eval/"
-        return {
+        metrics = {
             f"{prefix}loss": self.loss,
             f"{prefix}perplexity": self.perplexity,
             f"{prefix}token_accuracy": self.token_accuracy,
-            f"{prefix}bits_per_byte": self.bits_per_byte,
         }
+        return metrics if self.bits_per_byte is None else metrics | {f"{prefix}bits_per_byte": self.bits_per_byte}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,30 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         by_set = {key: value for name, result in self.sets.items() for key, value in result.metrics(name).items()}
         return self.held_out.metrics() | by_set
+
+
+def check_best_metric(data: Data, metric: str, num_rows: int | None = None) -> None:
+    """Refuse a `checkpoint.best_metric` that no evaluation of this text will have.
+
+    Args:
+        num_rows: most rows of each set, as in `evaluate_all`.
+
+    Raises:
+        ConfigError: bits per byte of targets that stand for no text.
+    """
+    *names, kind = metric.split("/")[1:]
+    if kind != "bits_per_byte":
+        return
+    if names or data.mixture:
+        parts = [data.evaluation_sets[name] for name in names or (data.mixture.names if data.mixture else ())]
+    else:
+        parts = [data.evaluation]
+    rows_of = [(rows, len(rows) if num_rows is None else min(num_rows, len(rows))) for rows in parts]
+    if not any(rows.count_bytes([row]) for rows, count in rows_of for row in range(count)):
+        raise ConfigError(
+            f"checkpoint.best_metric must be a metric that the held-out text has, got {metric} of targets that stand for no text "
+            "(empty answers); set it to a loss"
+        )
 
 
 def evaluate_all(
@@ -95,7 +120,7 @@ def pool(results: Sequence[EvaluationResult]) -> EvaluationResult:
     return EvaluationResult(
         loss=nll / targets,
         token_accuracy=sum(result.token_accuracy * result.num_targets for result in results) / targets,
-        bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+        bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else None,
         num_targets=targets,
         num_bytes=num_bytes,
     )
@@ -152,7 +177,7 @@ def evaluate_rows(
     return EvaluationResult(
         loss=nll / num_targets,
         token_accuracy=num_correct / num_targets,
-        bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+        bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else None,
         num_targets=int(num_targets),
         num_bytes=int(num_bytes),
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import re
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.adapter import NAME as ADAPTER
+from acc_lm.adapter import SETTINGS as ADAPTER_SETTINGS
 from acc_lm.adapter import base_checksum, open_adapter, put_beside, save_adapter
 from acc_lm.chat import question_ids
 from acc_lm.checkpoint import kept_pieces, kept_shapes, make_readable, persistent_buffers
 from acc_lm.config import Config
-from acc_lm.data import DataFacts
-from acc_lm.errors import ConfigError
+from acc_lm.data import Data, DataFacts
+from acc_lm.errors import ConfigError, StorageError, storage_reason
 from acc_lm.evaluation import EvaluationResult
 from acc_lm.model import refuse_kernels
 from acc_lm.recipe import dump_config
@@ -32,26 +36,32 @@ from acc_lm.runtime import (
     gather_tensor,
     on_main,
 )
+from acc_lm.tokenizer import first_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase
+
+STEPS = "run.json"
 
 
 def export_model(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
     config: Config,
-    facts: DataFacts,
     result: EvaluationResult,
     step: int,
+    run_step: int,
 ) -> Path:
     """Write `final/`: weights, config, tokenizer, generation config and model card. Every process calls.
 
     Of an adapter it holds the adapter alone, which names its base. The folder is written aside and renamed, so a half-written
     one is never taken for the model.
+
+    Args:
+        step: of the weights.
+        run_step: how far the run has come; larger where the best weights are not the last.
     """
     folder = Path(config.output_dir) / "final"
     work = folder.with_name("tmp-final")
@@ -65,10 +75,11 @@ def export_model(
             bare.save_pretrained(work, state_dict=weights)
         else:
             save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
-        tokenizer.save_pretrained(work)
+        data.tokenizer.save_pretrained(work)
         num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
-        card = model_card(config, facts, result, step, num_parameters)
+        card = model_card(config, data.facts, result, step, num_parameters)
         (work / "README.md").write_text(card, encoding="utf-8")
+        write_steps(work, step, run_step)
         for file in work.rglob("*"):
             if file.is_file():
                 make_readable(file)
@@ -141,6 +152,7 @@ def model_card(config: Config, facts: DataFacts, result: EvaluationResult, step:
     what = "A causal language model"
     if adapter.kind != "none":
         what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
+    bits = "none" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
     return f"""---
 {data.to_yaml()}
 ---
@@ -159,7 +171,7 @@ Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,}
 
 | loss (nats per token) | perplexity | token accuracy | bits per byte |
 |---|---|---|---|
-| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {result.bits_per_byte:.4f} |
+| {result.loss:.4f} | {result.perplexity:.2f} | {result.token_accuracy:.4f} | {bits} |
 
 ## Use
 
@@ -183,6 +195,44 @@ def _plain(text: str) -> str:
     return "".join(" " if c in "`<>|[]\\" or CONTROL.match(c) else c for c in text)
 
 
+@contextmanager
+def written_aside(output: Path) -> Iterator[Path]:
+    """A place near `output` to write a file or a folder to, which becomes `output` as a whole at the end, or not at all.
+
+    Raises:
+        StorageError: the disk is full or cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".acc-lm-") as folder:
+            work = Path(folder, output.name)
+            yield work
+            for file in [work, *work.rglob("*")]:
+                if file.is_file():
+                    make_readable(file)
+            work.rename(output)
+    except Exception as error:
+        if reason := storage_reason(error):
+            raise StorageError(
+                f"{output} must be where there is room to write, got: {reason}; free some space, or name another place"
+            ) from None
+        raise
+
+
+def write_steps(folder: Path, step: int, run_step: int) -> None:
+    """Note in an exported model of which step its weights are, and how far the run had come."""
+    (folder / STEPS).write_text(json.dumps({"step": step, "run_step": run_step}) + "\n")
+
+
+def exported_steps(folder: Path) -> tuple[int, int] | None:
+    """(step of the weights, how far the run had come) of an exported model; None for a folder that does not say."""
+    try:
+        found = json.loads((folder / STEPS).read_text())
+        return int(found["step"]), int(found["run_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def load_exported(folder: Path, trust_remote_code: bool = False, revision: str | None = None) -> Any:
     """The model in a folder or on the Hub; for an adapter peft's model, of its base with the adapter in it.
 
@@ -197,13 +247,21 @@ def load_exported(folder: Path, trust_remote_code: bool = False, revision: str |
     how: dict[str, Any] = {"revision": revision}
     if adapter is not None:
         where, how = adapter.base, {"revision": adapter.revision}
-    found = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
-    refuse_kernels(found, trust_remote_code, "model")
-    if adapter is not None:
-        how["dtype"] = torch.bfloat16 if adapter.dtype == "bfloat16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
-    )
+    try:
+        found = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
+        refuse_kernels(found, trust_remote_code, "model")
+        if adapter is not None:
+            how["dtype"] = torch.bfloat16 if adapter.dtype == "bfloat16" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(
+            where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
+        )
+    except (OSError, ValueError) as error:
+        if adapter is None or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"the base of the adapter {folder} must be a model that transformers loads, got {adapter.base}: {first_line(error)}; "
+            f"put it there, or correct base_model_name_or_path in {ADAPTER_SETTINGS}"
+        ) from None
     return model if adapter is None else put_beside(adapter, model)
 
 
@@ -223,13 +281,12 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
     if output.exists():
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
     model = load_exported(folder).float().merge_and_unload().to(dtype)  # summed in float32, whatever comes of it
-    work = output.with_name(f".tmp-{output.name}-{os.getpid()}")
-    model.save_pretrained(work)
-    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(work)
-    for file in work.rglob("*"):
-        if file.is_file():
-            make_readable(file)
-    work.rename(output)
+    tokenizer, steps = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), exported_steps(folder)
+    with written_aside(output) as work:
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+        if steps is not None:
+            write_steps(work, *steps)
 
 
 def sample_text(
@@ -241,6 +298,7 @@ def sample_text(
     top_k: int = 50,
     seed: int = 0,
     is_question: bool = False,
+    day: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
     """Text that the exported model writes after `prompt`; the same for the same seed.
@@ -248,6 +306,7 @@ def sample_text(
     Args:
         temperature: 0 always takes the likeliest token.
         is_question: the prompt is a user's turn in a conversation, and the text returned is the answer alone.
+        day: date for a chat template that reads the clock, as YYYY-MM-DD; None: that of the run, else today's.
     """
     from transformers import AutoTokenizer
 
@@ -256,7 +315,7 @@ def sample_text(
     model.eval()
     ends = [tokenizer.eos_token_id]
     if is_question:
-        found, end = question_ids(prompt, tokenizer)
+        found, end = question_ids(prompt, tokenizer, day)
         ids, ends = torch.tensor([found]), [end, *ends]
     else:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]

@@ -15,9 +15,10 @@ PICTURE = "training_curves.png"
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add one line; plain floats, the step first."""
+    """Add one line; plain floats, the step first, without what is no number: JSON has no others."""
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     with (output_dir / FILE).open("a") as file:
-        file.write(to_json({"step": step, **metrics}) + "\n")
+        file.write(to_json({"step": step, **finite}) + "\n")
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
@@ -48,6 +49,13 @@ def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append({key: math.nan if value is None else value for key, value in entry.items()})
     return entries
+
+
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """Folder of the highest step that has a manifest; nothing in it is read."""
+    manifests = (output_dir / "checkpoints").resolve().glob("step-*/manifest.json")
+    steps = {file.parent.name.removeprefix("step-"): file.parent for file in manifests}
+    return max(((int(step), folder) for step, folder in steps.items() if step.isdecimal()), default=(0, None))[1]
 
 
 def gain(metric: str, value: float) -> float:

@@ -118,6 +118,7 @@ class _SummedLoss(torch.autograd.Function):
             if grad_bias_W is not None:
                 grad_bias_W += grad_CW.sum(dim=0)
             grad_CW = grad_CW.to(compute)
+            del log_p_CW  # of a GPU's chunk these are gigabytes, not to be held into the next
             if grad_hidden_NH is not None:
                 grad_hidden_NH[start : start + positions] = grad_CW @ weight_WH
             if grad_weight_WH is not None:
@@ -125,6 +126,7 @@ class _SummedLoss(torch.autograd.Function):
                     grad_weight_WH.addmm_(grad_CW.t(), hidden_CH)
                 else:
                     grad_weight_WH += grad_CW.t() @ hidden_CH  # sums of chunks in fp32 keep bf16's precision
+            del grad_CW
         grad_weight_VH = None if grad_weight_WH is None else grad_weight_WH[:size]
         grad_bias_V = None if grad_bias_W is None else grad_bias_W[:size]
         ctx.save_for_backward(grad_hidden_NH, grad_weight_VH, grad_bias_V)

@@ -38,6 +38,7 @@ from acc_lm.losses import (
     summed_loss,
     sums_of_logits,
 )
+from acc_lm.router import Routed, Router, find_router, recorded_router_logits, routing_sums
 from acc_lm.throughput import Flops, count_flops, few_tokens
 from acc_lm.tokenizer import first_line
 
@@ -61,6 +62,8 @@ class ModelFacts:
     flops: Flops
     base: str = ""
     """Checksum of the weights before training, of a model that was trained before; else empty."""
+    router: Router | None = None
+    """Of a mixture of experts that is trained with its load-balancing loss."""
 
 
 class LossHead(nn.Linear):
@@ -88,12 +91,23 @@ def _fused_forward(
     document_ids: Tensor | None = None,
     by_position: bool = False,
     last: Tensor | None = None,
+    num_choices: int | None = None,
+    only_choices: bool = False,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids)
     if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given, **keywords)
-    hidden = model.base_model(input_ids=input_ids, use_cache=False, **given)[0]
+    if num_choices is not None:
+        given["output_router_logits"] = True
+    output = model.base_model(input_ids=input_ids, use_cache=False, **given)
+    hidden = output[0]
+    if num_choices is not None:
+        assert targets is not None
+        choices, probabilities = routing_sums(output.router_logits, num_choices, targets)
+        return (
+            choices if only_choices else Routed(model.get_output_embeddings()(hidden, targets), choices, probabilities)
+        )
     if last is None:
         return model.get_output_embeddings()(hidden, targets, by_position)
     return model.get_output_embeddings()(_at(hidden, last)).argmax(dim=-1)
@@ -107,11 +121,21 @@ def _logits_forward(
     document_ids: Tensor | None = None,
     by_position: bool = False,
     last: Tensor | None = None,
+    num_choices: int | None = None,
+    only_choices: bool = False,
     **keywords: Any,
 ) -> Any:
     given = _documents(model, position_ids, document_ids) | keywords
     if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given)
+    if num_choices is not None:
+        assert targets is not None
+        with recorded_router_logits(model) as router_logits:
+            output = type(model).forward(
+                model, input_ids=input_ids, **{"use_cache": False, **given, "output_router_logits": False}
+            )
+        choices, probabilities = routing_sums(tuple(router_logits), num_choices, targets)
+        return choices if only_choices else Routed(sums_of_logits(output.logits, targets).nll, choices, probabilities)
     output = type(model).forward(model, input_ids=input_ids, **{"use_cache": False, **given})
     if last is not None:
         return _at(output.logits, last).argmax(dim=-1)
@@ -148,6 +172,7 @@ def build_model(
     seed: int,
     adapter: AdapterConfig = NO_ADAPTER,
     packs: bool = False,
+    device_type: str = "cpu",
 ) -> tuple[PreTrainedModel, ModelFacts]:
     """The model on the CPU, ready to be prepared: `model(input_ids, targets)` returns the summed loss.
 
@@ -155,6 +180,7 @@ def build_model(
 
     Args:
         packs: rows will hold several documents, with `position_ids` and `document_ids`.
+        device_type: where the model will run.
 
     Raises:
         ConfigError: no such model, or it does not fit the tokenizer, the rows, the adapter or what is to be frozen.
@@ -169,7 +195,9 @@ def build_model(
         )
     else:
         model = _load_pretrained(config)
-    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs)
+    with _must_run("model"):
+        router = find_router(model, config.router_loss)
+    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type)
     base = weights_checksum(model) if config.config is None else ""
     _choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())
@@ -181,6 +209,7 @@ def build_model(
         dropout=dropout_of(model),
         flops=flops_of_model(model, attention),
         base=base,
+        router=router,
     )
     model.train()
     return model, facts
@@ -203,7 +232,12 @@ def flops_of_model(model: PreTrainedModel, attention: str) -> Flops:
 
 
 def make_ready(
-    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, packs: bool
+    model: PreTrainedModel,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    packs: bool,
+    device_type: str,
 ) -> tuple[str, str]:
     """Types, attention and loss of a model that has its weights; returns what people are told of the last two."""
     _fit_to_recipe(model, config, tokenizer, sequence_length)
@@ -214,7 +248,7 @@ def make_ready(
         loss = install_loss(model)
     if packs:
         check_packing(model, sequence_length)
-        attention = _prepare_packing(model, attention)
+        attention = _prepare_packing(model, attention, device_type)
     return attention, loss
 
 
@@ -225,6 +259,7 @@ def build_empty_model(
     facts: ModelFacts,
     adapter: AdapterConfig = NO_ADAPTER,
     packs: bool = False,
+    device_type: str = "cpu",
 ) -> PreTrainedModel:
     """What `build_model` returns, with weights that are reserved but neither drawn nor touched.
 
@@ -244,16 +279,16 @@ def build_empty_model(
     if facts.attention == CAUSAL_WITHOUT_MASK:
         model.set_attn_implementation(register_attention())
     elif packs:
-        _prepare_packing(model, facts.attention)
+        _prepare_packing(model, facts.attention, device_type)
     _use_loss(model, fused=facts.loss == FUSED)
     _choose_trained(model, config, adapter, 0, facts.base)
     model.train()
     return model
 
 
-def _prepare_packing(model: PreTrainedModel, attention: str) -> str:
+def _prepare_packing(model: PreTrainedModel, attention: str, device_type: str) -> str:
     """No dense mask on a GPU where transformers' own attention stays; returns what people are told of the attention."""
-    return use_block_masks(model) if attention != CAUSAL_WITHOUT_MASK and torch.cuda.is_available() else attention
+    return use_block_masks(model) if attention != CAUSAL_WITHOUT_MASK and device_type == "cuda" else attention
 
 
 def _choose_trained(model: PreTrainedModel, config: ModelConfig, adapter: AdapterConfig, seed: int, base: str) -> None:
@@ -290,10 +325,10 @@ def check_model(
     sequence_length: int,
     may_be_unused: bool = False,
     adapter: AdapterConfig = NO_ADAPTER,
-) -> None:
+) -> PreTrainedModel:
     """Before any text is read: can this model be built, and run one row?
 
-    It runs forward and backward on the meta device, which costs neither memory nor time.
+    It runs forward and backward on the meta device, which costs neither memory nor time, and is returned.
 
     Args:
         may_be_unused: parameters that no loss depends on are no mistake.
@@ -338,6 +373,7 @@ def check_model(
             f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}; they would never be trained: "
             "choose another model, or set distributed.find_unused_parameters=true"
         )
+    return model
 
 
 def check_packing(model: PreTrainedModel, sequence_length: int) -> None:

@@ -96,6 +96,14 @@ def _offsets(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
+def shifted(ids: np.ndarray) -> dict[str, torch.Tensor]:
+    """input_ids and targets of rows of text, int64 [B, L] each, from ids [B, L + 1].
+
+    Each has its own memory: a part of a larger tensor is copied to a GPU through memory that is not pinned, and the host waits.
+    """
+    return {"input_ids": torch.from_numpy(ids[:, :-1].copy()), "targets": torch.from_numpy(ids[:, 1:].copy())}
+
+
 def apart(ids: np.ndarray, end: int) -> dict[str, torch.Tensor]:
     """position_ids and document_ids of rows of text, int64 [B, L], by which no document sees another.
 

@@ -198,7 +198,8 @@ def dump_config(config: Config) -> str:
 def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
     """What transformers would swallow or choke on in `model.config`: [(field, message)].
 
-    transformers accepts a misspelt field silently, so names are compared with those of the model type's own class.
+    transformers accepts a misspelt field silently, so names are compared with those of the model type's own class, and
+    with those that its code reads without declaring them, as published configs have them too.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
@@ -220,6 +221,8 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
 
     known = {name for name in inspect.signature(config_class.__init__).parameters if name not in ("self", "kwargs")}
     known |= set(config_class.attribute_map) | {"model_type", "rope_theta", "rope_scaling"}
+    if not known.issuperset(values):
+        known |= _undeclared_fields(config_class)
     problems = []
     for key in values:
         if key not in known:
@@ -239,6 +242,18 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
             name = f"model.config.{key}" if key else "model.config"
             problems.append((key, f"{name} must fit model type {model_type}: {reason}; change it"))
     return problems
+
+
+def _undeclared_fields(config_class: Any) -> set[str]:
+    """Names that a model type's own source reads from its config, whether the config's class declares them or not."""
+    import inspect
+
+    file = Path(inspect.getfile(config_class))
+    files = (file, file.with_name(file.name.replace("configuration_", "modeling_")))
+    source = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    read = r"""\bconfig\.([a-z]\w*)|\bgetattr\((?:self\.)?config, "([a-z]\w*)"|\bkwargs\.(?:pop|get)\("([a-z]\w*)\""""
+    names = {name for found in re.findall(read, source) for name in found if name}
+    return {name for name in names if not callable(getattr(config_class, name, None))}
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ from pydantic import ValidationError
 from torch import nn
 
 from acc_lm import history
+from acc_lm.chat import day_of
 from acc_lm.checkpoint import load_checkpoint
 from acc_lm.config import CheckpointConfig, Config, learned_changes
-from acc_lm.errors import CheckpointError, ConfigError, DivergedError
+from acc_lm.errors import CheckpointError, ConfigError, DivergedError, UserError
 from acc_lm.recipe import dump_config, load_config
 from acc_lm.retention import (
     Checkpoint,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
+    from acc_lm.data import Data
+
 
 def check_same_recipe(
     checkpoint: Checkpoint, config: Config, precision: str, num_processes: int, *, evaluates: bool = False
@@ -46,6 +50,8 @@ def check_same_recipe(
         CheckpointError: one line for each changed key, and the ways out.
     """
     old, new = _with_defaults(checkpoint.state["recipe"]), config.model_dump(mode="json")
+    if config.data.chat_template_date is None:  # that of the run
+        new["data"]["chat_template_date"] = old["data"].get("chat_template_date")
     changes = learned_changes(old, new)
     if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
         changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
@@ -128,6 +134,41 @@ def check_same_origin(checkpoint: Checkpoint, config: Config, data_key: str, ori
         )
 
 
+def day_of_run(
+    accelerator: Accelerator, config: Config, found: Found, tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """Date that a chat template which reads the clock writes, as YYYY-MM-DD; the same on every process.
+
+    The recipe's, else that of the checkpoint or of an earlier start of the same recipe in `output_dir`, else the tokenizer's, else today's.
+
+    Args:
+        tokenizer: of a model that is evaluated, which knows the date of the run that trained it.
+    """
+
+    def find() -> str:
+        recipe = found.checkpoint.state["recipe"] if found.checkpoint else _recipe_of_earlier_start(config)
+        kept: str | None = recipe.get("data", {}).get("chat_template_date")
+        return kept or (day_of(tokenizer) if tokenizer else None) or date.today().isoformat()
+
+    return config.data.chat_template_date or on_main(accelerator, find)
+
+
+def _recipe_of_earlier_start(config: Config) -> dict[str, Any]:
+    """What an earlier start that came to no checkpoint left in `output_dir`; empty where it was another run's."""
+    try:
+        earlier = load_config(Path(config.output_dir) / "config.yaml")
+    except (UserError, OSError):
+        return {}
+    same = with_day(earlier, config.data.chat_template_date)
+    changes = learned_changes(same.model_dump(mode="json"), config.model_dump(mode="json"))
+    return {} if changes else earlier.model_dump(mode="json")
+
+
+def with_day(config: Config, day: str | None) -> Config:
+    """The recipe with the date that its chat template wrote."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_template_date": day})})
+
+
 def _with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
     """Keys that came after this recipe was saved have the values that mean what was done before them."""
     try:
@@ -190,7 +231,7 @@ def begin(
     output_dir: Path,
     found: Found,
     config: Config,
-    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
     identity: Identity,
     *,
     trains: bool,
@@ -202,7 +243,7 @@ def begin(
     """
     if trains or not (output_dir / ENVIRONMENT).exists():
         write_json(
-            output_dir / ENVIRONMENT, environment(identity)
+            output_dir / ENVIRONMENT, {**environment(identity), "text_key": data.text_key}
         )  # first: a folder without it is not taken for that of a run
     if not trains:
         return
@@ -211,7 +252,7 @@ def begin(
     is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     history.keep_until(output_dir, -1 if is_elsewhere else step)  # what is recorded here is of another course then
     (output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    tokenizer.save_pretrained(output_dir / "tokenizer")
+    data.tokenizer.save_pretrained(output_dir / "tokenizer")
 
 
 def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:

@@ -140,6 +140,12 @@ def _step_folders(root: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
 
 
+def newest_step(output_dir: Path) -> int:
+    """Step of the newest checkpoint of a run that nothing is missing of; 0 without any."""
+    found = _step_folders(output_dir / "checkpoints")
+    return max((step for step, folder in found if problem_with(folder, read_all=False) is None), default=0)
+
+
 def _ranking(root: Path, metric: str) -> list[tuple[float, Path]]:
     """(gain, folder) of the checkpoints that were evaluated, the best first, of equal ones the oldest.
 

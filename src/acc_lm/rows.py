@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from acc_lm.losses import IGNORE_INDEX
 from acc_lm.order import MicroBatches
-from acc_lm.packing import apart
+from acc_lm.packing import apart, shifted
 from acc_lm.streaming import StreamRows
 
 Batch = dict[str, torch.Tensor]
@@ -67,13 +67,9 @@ class Rows(Dataset[Batch]):
             if len(piece) <= length:
                 ids[i, len(piece) :] = 0
                 short.append((i, max(len(piece), 1)))
-        tensor = torch.from_numpy(ids)
-        targets = tensor[:, 1:]
-        if short:
-            targets = targets.clone()
-            for i, count in short:
-                targets[i, count - 1 :] = IGNORE_INDEX
-        batch = {"input_ids": tensor[:, :-1], "targets": targets}
+        batch = shifted(ids)
+        for i, count in short:
+            batch["targets"][i, count - 1 :] = IGNORE_INDEX
         return batch if self.end is None else batch | apart(ids[:, :-1], self.end)
 
     def count_targets(self, rows: np.ndarray) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from acc_lm import history
+from acc_lm.chat import question_ids
 from acc_lm.config import Config
 from acc_lm.evaluation import evaluating
 from acc_lm.packing import WIDTH
@@ -68,10 +69,8 @@ def prompts_of(data: Data, config: Config) -> list[list[int]]:
     tokenizer: Any = data.tokenizer
     if not config.tracking.sample_prompts:
         return [data.prompt_ids()]
-    if {"messages", "sharegpt", "alpaca"} & set(data.facts.format.split(", ")):  # a mixture has several
-        turns = [[{"role": "user", "content": prompt}] for prompt in config.tracking.sample_prompts]
-        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return [list(tokenizer.apply_chat_template(turn, **how)) for turn in turns]
+    if data.facts.has_roles:
+        return [question_ids(prompt, tokenizer)[0] for prompt in config.tracking.sample_prompts]
     found = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in config.tracking.sample_prompts]
     return [ids or [tokenizer.eos_token_id] for ids in found]
 

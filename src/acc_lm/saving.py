@@ -260,8 +260,15 @@ def _state_of(
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
         "base": base_checksum(bare_model(model)),
         "model_config": bare_model(model).config.to_dict(),  # type: ignore[union-attr, operator]
+        "generation_config": _generation_config(bare_model(model)),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def _generation_config(model: Any) -> dict[str, Any] | None:
+    """How the model is asked to answer, as it would be exported; None for one that has no such thing."""
+    found = getattr(model, "generation_config", None)
+    return None if found is None else dict(json.loads(found.to_json_string()))
 
 
 def _take_snapshot(
@@ -274,12 +281,13 @@ def _take_snapshot(
     def keep(key: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
         if copies is None:
-            tensors[key] = tensor.cpu().contiguous()
+            # From a GPU into memory that torch pins, all at once and awaited below.
+            tensors[key] = tensor.contiguous().to("cpu", non_blocking=tensor.is_cuda)
             return
         copy = copies.get(key)
         if copy is None:
             copy = copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        tensors[key] = copy.copy_(tensor, non_blocking=True)
+        tensors[key] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
     for piece in kept_pieces(model, optimizer):
         first, last = piece.share()
@@ -290,7 +298,7 @@ def _take_snapshot(
     if accelerator.is_main_process:
         for name, buffer in persistent_buffers(bare_model(model)):
             keep(f"{BUFFER}/{name}", buffer)
-    if copies is not None and accelerator.device.type == "cuda":
+    if accelerator.device.type == "cuda":
         torch.cuda.synchronize(accelerator.device)
     return Snapshot(tensors, {"starts": starts, "shapes": kept_shapes(model)}, state)
 

@@ -22,10 +22,11 @@ from acc_lm.adapter import open_adapter
 from acc_lm.chat import Conversation, ItemCounts, build_items, check, describe
 from acc_lm.config import DataConfig, ModelConfig
 from acc_lm.conversations import ChatPlan, bytes_of_targets, plan_of, template_of
+from acc_lm.data import text_key
 from acc_lm.documents import encode_each, split_documents
-from acc_lm.errors import ConfigError, DataError
+from acc_lm.errors import CheckpointError, ConfigError, DataError
 from acc_lm.evaluation import EvaluationResult
-from acc_lm.export import load_exported
+from acc_lm.export import load_exported, written_aside
 from acc_lm.losses import IGNORE_INDEX
 from acc_lm.model import build_empty_model, build_model, make_ready
 from acc_lm.order import evaluation_batches
@@ -85,20 +86,25 @@ def read_documents(
     seed: int,
     *,
     held_out: bool,
+    trained_on: str | None = None,
     references_column: str | None = None,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    day: str | None = None,
 ) -> ScoredText:
     """The text of a recipe as rows, exactly as a run would make them of it.
 
     Args:
+        day: date for a chat template that reads the clock where the recipe names none, as YYYY-MM-DD.
         held_out: only what the recipe holds out from training; else everything.
+        trained_on: `Data.text_key` of the run whose held-out text this must be; None: no run's.
         references_column: of the records, with one right answer or a list of them; None: the answer of the conversation.
         progress: called with the bytes of each document.
 
     Raises:
         DataError, ConfigError: it cannot be read, or holds nothing to score.
+        CheckpointError: it is not the text of that run.
     """
-    plan = plan_of(config)
+    plan = plan_of(config, day)
     references: dict[str, tuple[str, ...]] = {}
     if references_column is not None and plan is None:
         raise ConfigError(
@@ -113,6 +119,11 @@ def read_documents(
         return text
 
     corpus = open_corpus(config, seed, read if plan else None)
+    if trained_on is not None and text_key(corpus, config, plan) != trained_on:
+        raise CheckpointError(
+            "the run must have been trained on this text, got other text (its content or what is held out of it changed); "
+            "put back what it was trained on, or name what to score with --data"
+        )
     if held_out:
         _, evaluation, _ = split_documents(corpus, config, can_cut=plan is None)
         documents = evaluation()
@@ -194,7 +205,7 @@ def _conversations(
         np.array(num_bytes),
         tuple(conversation.place for conversation in conversations),
         tuple(conversations),
-        tuple(references.get(c.place, (str(c.messages[-1]["content"]),)) for c in conversations),
+        tuple(references.get(c.place, (str(c.messages[-1].get("content", "")),)) for c in conversations),
         plan,
         f"{plan.format}, scored on {plan.train_on}: {describe(counts)}",
     )
@@ -215,17 +226,19 @@ def build_scored_model(
     Raises:
         ConfigError: it cannot be loaded, or does not fit the tokenizer or the rows.
     """
-    folder = Path(str(config.name_or_path))
+    folder, device_type = Path(str(config.name_or_path)), accelerator.device.type
     if open_adapter(folder) is not None:
         model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
-        make_ready(model, config, tokenizer, sequence_length, packs)
+        make_ready(model, config, tokenizer, sequence_length, packs, device_type)
         # Engines take what could be trained only; it never is.
         beside: nn.Module = model.requires_grad_(True).train()
         return beside
     whole, _ = initialise_once(
         accelerator,
-        lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs),
-        lambda facts: build_empty_model(config, tokenizer, sequence_length, facts, packs=packs),
+        lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),
+        lambda facts: build_empty_model(
+            config, tokenizer, sequence_length, facts, packs=packs, device_type=device_type
+        ),
     )
     return whole
 
@@ -249,7 +262,7 @@ class Scores:
         return EvaluationResult(
             loss=nll / num_targets,
             token_accuracy=int(self.num_correct.sum()) / num_targets,
-            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else math.nan,
+            bits_per_byte=nll / math.log(2) / num_bytes if num_bytes else None,
             num_targets=num_targets,
             num_bytes=num_bytes,
         )
@@ -308,11 +321,6 @@ def score(
 
 def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
     """One line of JSON each, in a new file that is there as a whole or not at all."""
-    work = file.with_name(f".tmp-{file.name}")
-    try:
-        with work.open("w", encoding="utf-8") as lines:
-            for row in rows:
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-        work.rename(file)
-    finally:
-        work.unlink(missing_ok=True)
+    with written_aside(file) as work, work.open("w", encoding="utf-8") as lines:
+        for row in rows:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")

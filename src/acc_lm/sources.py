@@ -129,7 +129,8 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
             folder = os.path.dirname(full) or "."
             names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
             near = difflib.get_close_matches(os.path.basename(full), names, n=1)
-            hint = f"nearest: {os.path.join(folder, near[0])}" if near else f"paths are relative to {os.getcwd()}"
+            hint = f"paths are relative to {os.getcwd()}" if not os.path.isabs(pattern) else f"correct {key}"
+            hint = f"nearest: {os.path.join(folder, near[0])}" if near else hint
             if os.path.isdir(full):
                 wanted = f"name a file; a folder is named with a glob such as {os.path.join(pattern, '*.txt')}"
             else:
@@ -308,7 +309,23 @@ def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
     for batch in batches:
         for record in batch.to_pylist():
             number += 1
-            yield f"{file}: record {number}", record
+            yield f"{file}: record {number}", _as_written(record, batch.schema)
+
+
+def _as_written(record: dict[str, Any], schema: Any) -> dict[str, Any]:
+    """A record of a table without the nulls that stand in its structs only because all records have equal keys."""
+    import pyarrow.types as kinds
+
+    def without(value: Any, kind: Any) -> Any:
+        if value is not None and kinds.is_struct(kind):
+            return {
+                field.name: without(value[field.name], field.type) for field in kind if value[field.name] is not None
+            }
+        if value is not None and (kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)):
+            return [without(inner, kind.value_type) for inner in value]
+        return value
+
+    return {field.name: without(record[field.name], field.type) for field in schema}
 
 
 def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | None:
@@ -404,9 +421,10 @@ def _hub_corpus(config: DataConfig, read: Reader | None) -> Corpus:
 
     def documents(dataset: Any, split: str) -> Callable[[Skipped], Iterator[Document]]:
         def iterate(skipped: Skipped) -> Iterator[Document]:
+            schema = dataset.features.arrow_schema
             for number, record in enumerate(dataset, start=1):
                 place = f"{config.dataset} ({split}): record {number}"
-                text = reader(record, place, skipped)
+                text = reader(_as_written(record, schema), place, skipped)
                 if text is not None:
                     yield Document(text, None, place)
 

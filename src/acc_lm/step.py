@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from acc_lm.router import Router, RouterLoss
 from acc_lm.rows import Batch
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class StepResult:
     """Global gradient norm before clipping, scalar."""
     num_targets: int
     """Targets in the global batch."""
+    router_loss: RouterLoss | None = None
+    """Of a mixture of experts."""
 
 
 def train_step(
@@ -41,6 +44,7 @@ def train_step(
     num_targets: int,
     max_grad_norm: float | None,
     gradients: Gradients,
+    router: Router | None = None,
 ) -> StepResult:
     """Accumulate over this process's micro-batches, clip and update.
 
@@ -53,21 +57,59 @@ def train_step(
         num_targets: in the global batch, over all processes.
         max_grad_norm: None for no clipping.
         gradients: of this model.
+        router: of a mixture of experts, whose load-balancing loss is added. An exact one must know where all tokens of the
+            global batch go before the first backward: a forward pass of its own, unless there is one micro-batch.
     """
-    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / max(num_targets, 1)
+    num_parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    scale = num_parts / max(num_targets, 1)
     nll = torch.zeros((), device=accelerator.device)
     grad_norm = nll
+
+    def seed_masks(micro_batch: int) -> None:
+        state = _random_state(seed, step, micro_batch, accelerator.process_index)
+        set_random_state(state, accelerator.device)
+
+    router_loss = None
+    if router is not None:
+        router_loss = RouterLoss(accelerator, router, num_parts)
+        if router.is_exact and accelerator.gradient_accumulation_steps > 1:
+            micro_batches = list(micro_batches)
+            router_loss.know_choices(_count_choices(accelerator, model, micro_batches, seed_masks, router.num_choices))
     for i, batch in enumerate(micro_batches):
-        set_random_state(_random_state(seed, step, i, accelerator.process_index), accelerator.device)
+        seed_masks(i)
         with accelerator.accumulate(model):
-            loss = model(**to_device(batch, accelerator.device))
-            accelerator.backward(loss * scale)
+            inputs = to_device(batch, accelerator.device)
+            if router_loss is None:
+                loss = model(**inputs)
+                accelerator.backward(loss * scale)
+            else:
+                routed = model(**inputs, num_choices=router_loss.router.num_choices)
+                loss = routed.nll
+                accelerator.backward(loss * scale + router_loss.part_of(routed) * num_parts)
             nll = nll + loss.detach()
             if accelerator.sync_gradients:
                 grad_norm = gradients.clip(max_grad_norm, optimizer)
                 optimizer.step()
                 gradients.drop()
-    return StepResult(nll, grad_norm, num_targets)
+    return StepResult(nll, grad_norm, num_targets, router_loss)
+
+
+def _count_choices(
+    accelerator: Accelerator,
+    model: nn.Module,
+    micro_batches: list[Batch],
+    seed_masks: Callable[[int], None],
+    num_choices: int,
+) -> Tensor:
+    """How often this process's micro-batches choose each expert, int64 [E], under the dropout masks that they will have."""
+    choices_E: Tensor | None = None
+    for i, batch in enumerate(micro_batches):
+        seed_masks(i)
+        with torch.no_grad():
+            chosen = model(**to_device(batch, accelerator.device), num_choices=num_choices, only_choices=True)
+        choices_E = chosen if choices_E is None else choices_E + chosen
+    assert choices_E is not None
+    return choices_E
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +96,19 @@ class StopRequest:
                 os._exit(128 + number[0])
 
     @contextmanager
-    def saving(self, accelerator: Accelerator) -> Iterator[None]:
-        """The loop: until the context ends, a request waits for `agreed`. Every process calls."""
+    def saving(self, accelerator: Accelerator, timeout_seconds: float = 1800) -> Iterator[None]:
+        """The loop: until the context ends, a request waits for `agreed`. Every process calls.
+
+        Args:
+            timeout_seconds: how long `agreed` waits for another process, where it has a group of its own.
+        """
         import torch.distributed as dist
 
         if accelerator.num_processes > 1:
             # A group on the CPU: agreeing must not wait for the device.
-            self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else dist.group.WORLD
+            own = dist.get_backend() != "gloo"
+            limit = timedelta(seconds=timeout_seconds)
+            self._group = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
         for name in ("STOP", SAVE):
             file = self._output_dir / name
             if is_main_process() and file.is_file() and file.stat().st_mtime < self._started:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from acc_lm.config import DataConfig
 from acc_lm.errors import CheckpointError, DataError
 from acc_lm.order import StreamOrder
-from acc_lm.packing import apart
+from acc_lm.packing import apart, shifted
 from acc_lm.stream_reader import CHUNK, HEADER, QUEUED_CHUNKS, State, command
 from acc_lm.tokenizer import text_encoder
 
@@ -118,8 +118,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         for place, row in enumerate(rows if self._readers else ()):
             number, stream = divmod(int(row), self.num_streams)
             ids[place] = self._row(stream, number)
-        tensor = torch.from_numpy(ids)
-        batch = {"input_ids": tensor[:, :-1], "targets": tensor[:, 1:]}
+        batch = shifted(ids)
         return batch if self.end is None else batch | apart(ids[:, :-1], self.end)
 
     def _row(self, stream: int, number: int) -> np.ndarray:

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from acc_lm import history
 from acc_lm.config import EVALUATION_METRICS
-from acc_lm.errors import UNSUPPORTED, ConfigError, is_main_process, warn_once
+from acc_lm.errors import UNSUPPORTED, ConfigError, is_main_process, process_index, warn_once
 from acc_lm.redaction import redact
 
 FILE = "summary.json"
@@ -27,6 +27,8 @@ ENVIRONMENT = "environment.json"
 """The first file that a run writes into its folder; by it the folder is known as a run's."""
 FILES = ("config.yaml", ENVIRONMENT, history.FILE, history.SAMPLES, FILE, history.PICTURE, LOCK)
 FOLDERS = ("checkpoints", "final", "tmp-final", "tokenizer", "profile")
+MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final")
+"""Facts of an attempt that remain true when a later one fails."""
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
@@ -67,7 +69,8 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
             "attempt": (attempt if isinstance(attempt, int) else 0) + 1,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "host": platform.node(),
-            "rank": int(os.environ.get("RANK", "0")),
+            "rank": process_index(),
+            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
             "train_loss": {"first": train[0], "last": train[-1], "best": min(train)} if train else None,
             "eval_loss": _course(entries, "eval/loss"),
             "evaluation_sets": {
@@ -95,7 +98,7 @@ def write_failure(
     speaks: bool | None = None,
     began: float | None = None,
 ) -> None:
-    """Note how an attempt failed, wherever that can be written; what earlier attempts reached stays.
+    """Note how an attempt failed, wherever that can be written, and where the run stands by its newest checkpoint.
 
     Args:
         speaks: whether this process is to write it; None: the main one is.
@@ -103,25 +106,27 @@ def write_failure(
     """
     if output_dir is None or not (is_main_process() if speaks is None else speaks):
         return
-    own = (
-        "status",
-        "exit_code",
-        "reason",
-        "attempt",
-        "time",
-        "host",
-        "rank",
-        "train_loss",
-        "eval_loss",
-        "evaluation_sets",
-        "epochs",
-    )
+    folder = Path(output_dir)
     with contextlib.suppress(Exception):  # nothing, a full disk for instance, may hide the error that led here
-        file = Path(output_dir) / FILE
+        file = folder / FILE
         is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
-        if Path(output_dir).is_dir() and not is_said:
-            facts = {key: value for key, value in read_summary(Path(output_dir)).items() if key not in own}
-            write_summary(Path(output_dir), status=status, exit_code=exit_code, reason=redact(reason), **facts)
+        if folder.is_dir() and not is_said:
+            made = {key: value for key, value in read_summary(folder).items() if key in MADE}
+            facts = made | _standing(folder)
+            write_summary(folder, status=status, exit_code=exit_code, reason=redact(reason), **facts)
+
+
+def _standing(output_dir: Path) -> dict[str, Any]:
+    """Progress of the newest checkpoint: where the next attempt begins, whatever ended this one."""
+    newest = history.newest_checkpoint(output_dir)
+    if newest is None:
+        return {}
+    try:
+        progress = json.loads((newest / "state.json").read_text())["progress"]
+        reached = {key: progress[key] for key in ("step", "samples_seen", "tokens", "ledger")}
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: the next attempt names it
+        reached = {}
+    return {**reached, "last_checkpoint": newest}
 
 
 @contextlib.contextmanager
@@ -156,27 +161,49 @@ def open_output_dir(output_dir: Path, *, alone: bool) -> Iterator[None]:
         return
     # A record lock, which no forked worker inherits: it ends with this process, however that ends.
     with (output_dir / LOCK).open("a+") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                lock.seek(0)
-                raise ConfigError(
-                    f"output_dir must be in use by one run at a time, got {output_dir}, which {lock.read().strip() or 'another process'} "
-                    "writes to; wait for its end, or choose another"
-                ) from None
-            warn_once(
-                f"{output_dir} is on a file system without locks ({error.strerror}): no second run would be refused there"
-            )
-        else:
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {platform.node()}")
-            lock.flush()
+        _lock(lock, output_dir)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
         try:
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be what ended the run
                 (output_dir / LOCK).unlink()
+
+
+def check_not_in_use(output_dir: Path) -> None:
+    """Refuse a folder that a run writes to.
+
+    Raises:
+        ConfigError: with the process that does.
+    """
+    with contextlib.suppress(OSError), (output_dir / LOCK).open("r+") as lock:
+        _lock(lock, output_dir)
+
+
+def when_taken(output_dir: Path) -> int | None:
+    """Time at which the run that has the folder, or was killed there, took it; a run that ends leaves none."""
+    try:
+        return (output_dir / LOCK).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _lock(file: IO[str], output_dir: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            warn_once(
+                f"{output_dir} is on a file system without locks ({error.strerror}): no second run would be refused there"
+            )
+            return
+        file.seek(0)
+        raise ConfigError(
+            f"output_dir must be in use by one run at a time, got {output_dir}, which {file.read().strip() or 'another process'} "
+            "writes to; wait for its end, or choose another"
+        ) from None
 
 
 def read_summary(output_dir: Path) -> dict[str, Any]:

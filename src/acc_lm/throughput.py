@@ -9,6 +9,7 @@ memory counts: these are the FLOP of the model, and not of the hardware.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 PEAKS: dict[str, dict[str, float]] = {
+    # HGX B200 and B300: 36 PFLOP/s of 8 GPUs with sparsity; GB200 and GB300 NVL72: 360 of 72.
     "B200": {"bfloat16": 2250, "float16": 2250},
+    "B300": {"bfloat16": 2250, "float16": 2250},
+    "GB200": {"bfloat16": 2500, "float16": 2500},
+    "GB300": {"bfloat16": 2500, "float16": 2500},
     "H200 NVL": {"bfloat16": 835, "float16": 835},
     "H200": {"bfloat16": 989, "float16": 989, "tf32": 494},
     "GH200": {"bfloat16": 989, "float16": 989, "tf32": 494},
@@ -25,10 +30,20 @@ PEAKS: dict[str, dict[str, float]] = {
     "H100 PCIe": {"bfloat16": 756, "float16": 756, "tf32": 378},
     "H100": {"bfloat16": 989, "float16": 989, "tf32": 494},
     "A100": {"bfloat16": 312, "float16": 312, "tf32": 156, "float32": 19.5},
+    "A800": {"bfloat16": 312, "float16": 312, "tf32": 156, "float32": 19.5},  # an A100 with a slower NVLink
+    "L4": {"bfloat16": 121, "float16": 121, "tf32": 60, "float32": 30.3},  # half of 242 and 120 with sparsity
+    "L40": {"bfloat16": 181, "float16": 181, "tf32": 90.5, "float32": 90.5},
     "L40S": {"bfloat16": 362, "float16": 362, "tf32": 183},
+    "RTX A6000": {"bfloat16": 154.8, "float16": 154.8, "tf32": 77.4, "float32": 38.7},  # the white paper of GA102
+    "RTX 5090": {"bfloat16": 209.5, "float16": 209.5},  # the white paper of Blackwell for GeForce, sums in fp32
     "RTX 4090": {"bfloat16": 165, "float16": 165},
+    "V100-SXM2": {"float16": 125, "float32": 15.7},
+    "V100-PCIE": {"float16": 112, "float32": 14},
+    "T4": {"float16": 65, "float32": 8.1},
 }
-"""Dense TFLOP/s from the data sheets, by a part of the device's name (the first that fits) and the type it computes in."""
+"""Dense TFLOP/s from the data sheets, by words of the device's name (the first that fit) and the type it computes in."""
+ANOTHER_CHIP = re.compile(r"\b(MIG|Laptop|D)\b")
+"""In the name of a part of a GPU, or of one with fewer cores under the name of a larger."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -52,8 +67,8 @@ def peak_of(device: str, compute: str, given: float | None = None) -> Peak | Non
     if given is not None:
         return Peak(given * 1e12, f"{device}, {given:g} TFLOP/s as the recipe says")
     kind = "bfloat16" if compute == "fp8" else compute
-    of_device: dict[str, float] = next((of for word, of in PEAKS.items() if word in device), {})
-    if kind not in of_device:
+    of_device: dict[str, float] = next((of for words, of in PEAKS.items() if re.search(rf"\b{words}\b", device)), {})
+    if kind not in of_device or ANOTHER_CHIP.search(device):
         return None
     return Peak(of_device[kind] * 1e12, f"{device}, {of_device[kind]:g} TFLOP/s dense {SHORT.get(kind, kind)}")
 

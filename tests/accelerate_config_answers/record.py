@@ -27,11 +27,14 @@ ANSWERS: dict[str, dict[str, str | int]] = {
     "multi_cpu": {"Which type of machine": "multi-CPU", "processes should be used": "2"},
     "ddp": SEVERAL_GPUS,
     "ddp_compile": SEVERAL_GPUS | {"torch dynamo": "yes", "Which dynamo backend": "inductor", "customize": "yes"},
+    "ddp_fullgraph": SEVERAL_GPUS
+    | {"torch dynamo": "yes", "Which dynamo backend": "eager", "customize": "yes", "fullgraph mode": "yes"},
     "ddp_affinity": SEVERAL_GPUS | {"numa efficiency": "yes"},
     "multi_node_ddp": SEVERAL_GPUS | TWO_MACHINES,
     "multi_node_ddp_c10d": SEVERAL_GPUS | TWO_MACHINES | {"same local network": "no", "rendezvous backend": "c10d"},
     "fsdp1": FSDP | {"FSDP version": 1},
     "fsdp2": FSDP | {"mixed precision?": "bf16"},
+    "fsdp2_by_size": SEVERAL_GPUS | {"FullyShardedDataParallel": "yes", "auto wrap policy?": "SIZE_BASED_WRAP"},
     "fsdp2_named_block": SEVERAL_GPUS
     | {"FullyShardedDataParallel": "yes", "layer class names": "LlamaDecoderLayer", "CPU RAM efficient": "no"},
     "hsdp": FSDP

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
 from acc_lm.redaction import print_anything
+
+
+@contextmanager
+def stdout_on_stderr(is_wanted: bool = True) -> Iterator[None]:
+    """Send what libraries and engines print on stdout to stderr meanwhile, so that only what is asked for comes after it."""
+    if not is_wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest tokens (default 50)"
     )
     generate.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    generate.add_argument(
+        "--date", metavar="YYYY-MM-DD", help="for a chat template that reads the clock (default: the date of the run)"
+    )
 
     evaluate = verbs.add_parser(
         "evaluate",
@@ -205,11 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     keep.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
 
     known, strange = parser.parse_known_args(arguments)
-    if known.verb in (
-        "evaluate",
-        "scaling",
-        "bench-comm",
-    ):  # whose overrides may stand before, between and behind the options
+    if "overrides" in known:  # they may stand before, between and after the options
         known.overrides += [word for word in strange if not word.startswith("-")]
         strange = [word for word in strange if word.startswith("-")]
     if strange:
@@ -282,6 +302,8 @@ def _not_loadable(key: str, folder: Path, error: Exception) -> ConfigError:
 
 
 def _generate(known: argparse.Namespace) -> int:
+    from acc_lm.sources import is_unicode
+
     if not any((known.model / name).is_file() for name in ("config.json", "adapter_config.json")):
         got = known.model if known.model.is_dir() else f"{known.model}, which does not exist"
         raise ConfigError(
@@ -289,11 +311,15 @@ def _generate(known: argparse.Namespace) -> int:
         )
     for name, wrong, wanted in (
         ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
-        ("--temperature", known.temperature < 0, "0 or more"),
+        ("--temperature", not 0 <= known.temperature < math.inf, "0 or more, and finite"),
         ("--top-k", known.top_k < 1, "at least 1"),
+        ("--date", known.date is not None and not _is_day(known.date), "a date as YYYY-MM-DD"),
+        ("--seed", not -(2**63) <= known.seed < 2**64, "a number of 64 bits"),
     ):
         if wrong:
             raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
+    if not is_unicode(known.prompt):
+        raise ConfigError(f"--prompt must be UTF-8, got {known.prompt!r}; convert it with iconv -t UTF-8")
     from acc_lm.export import sample_text
     from acc_lm.redaction import printable
     from acc_lm.runtime import quiet_libraries
@@ -302,7 +328,7 @@ def _generate(known: argparse.Namespace) -> int:
     try:
         text = sample_text(
             known.model, known.prompt, max_new_tokens=known.max_new_tokens,
-            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat,
+            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat, day=known.date,
         )  # fmt: skip
     except ConfigError:
         raise
@@ -310,6 +336,13 @@ def _generate(known: argparse.Namespace) -> int:
         raise _not_loadable("model", known.model, error) from None
     print(printable(text, keep="\n\t"))
     return 0
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def _recipe(known: argparse.Namespace) -> int:
@@ -325,7 +358,17 @@ def _doctor(known: argparse.Namespace) -> int:
     from acc_lm.recipe import load_config
     from acc_lm.runtime import check_config, machine
 
-    found = machine()
+    if known.config_file is None and (known.config or known.overrides or known.num_processes is not None):
+        raise ConfigError(
+            "command line: --config and --num_processes must come with --config_file, got none; name the Accelerate config to judge, "
+            "e.g. accelerate_configs/ddp.yaml"
+        )
+    if known.overrides and not known.config:
+        raise ConfigError(
+            f"overrides must come with --config, got {' '.join(known.overrides)}; name the recipe that they belong to"
+        )
+    with stdout_on_stderr(known.json):
+        found = machine()
     if known.json:
         print(json.dumps(found, indent=1))
     else:
@@ -348,7 +391,8 @@ def _doctor(known: argparse.Namespace) -> int:
             print(f"{name:10}{text}")
     if known.config_file:
         recipe = load_config(known.config, known.overrides) if known.config else None
-        notes = check_config(known.config_file, known.num_processes, recipe)
+        with stdout_on_stderr(known.json):
+            notes = check_config(known.config_file, known.num_processes, recipe)
         print(*notes, sep="\n", file=sys.stderr if known.json else sys.stdout)
     return 0
 
@@ -370,7 +414,7 @@ def _keep_going(known: argparse.Namespace) -> int:
 
     for name, wrong, wanted in (
         ("attempts", known.attempts is not None and known.attempts < 1, "at least 1"),
-        ("pause", known.pause < 0, "0 or more"),
+        ("pause", not 0 <= known.pause < math.inf, "0 or more"),
     ):
         if wrong:
             raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; change it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,14 +75,15 @@ def export(folder: Path, output: Path) -> int:
     """Every tensor whole, under its own name, in one safetensors file: weights, moments and buffers."""
     from safetensors.torch import save_file
 
-    from acc_lm.checkpoint import make_readable, read_tensors
+    from acc_lm.checkpoint import read_tensors
+    from acc_lm.export import written_aside
 
     _whole(folder)
     if output.suffix != ".safetensors" or output.exists():
         raise ConfigError(f"OUTPUT must be a new file that ends in .safetensors, got {output}; name another")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    save_file(dict(read_tensors(folder)), output, {"source": str(folder)})
-    make_readable(output)
+    tensors = dict(read_tensors(folder))
+    with written_aside(output) as work:
+        save_file(tensors, work, {"source": str(folder)})
     print(f"wrote {output}")
     return 0
 
@@ -93,8 +93,9 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     from transformers import AutoTokenizer
 
     from acc_lm.adapter import lora_settings, save_adapter
-    from acc_lm.checkpoint import BUFFER, make_readable, read_tensors
+    from acc_lm.checkpoint import BUFFER, read_tensors
     from acc_lm.config import AdapterConfig, ModelConfig
+    from acc_lm.export import write_steps, written_aside
     from acc_lm.runtime import WEIGHT, quiet_libraries
 
     _whole(folder)
@@ -113,21 +114,19 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
         kind, _, parameter = name.partition("/")
         if kind in (WEIGHT, BUFFER):
             weights[parameter] = tensor
-    work = output.with_name(f"tmp-{output.name}")
-    shutil.rmtree(work, ignore_errors=True)
-    if state.get("base"):
-        recipe = state["recipe"]
-        adapter = AdapterConfig.model_validate_json(json.dumps(recipe["adapter"]))
-        targets = sorted({name.partition(".lora_")[0] for name in weights})
-        model_section = ModelConfig.model_validate_json(json.dumps(recipe["model"]))
-        save_adapter(work, weights, lora_settings(adapter, targets), model_section, state["base"])
-    else:
-        _whole_model(folder, state, weights).save_pretrained(work)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(work)
-    for file in work.rglob("*"):
-        if file.is_file():
-            make_readable(file)
-    work.rename(output)
+    saved_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with written_aside(output) as work:
+        if state.get("base"):
+            recipe = state["recipe"]
+            adapter = AdapterConfig.model_validate_json(json.dumps(recipe["adapter"]))
+            targets = sorted({name.partition(".lora_")[0] for name in weights})
+            model_section = ModelConfig.model_validate_json(json.dumps(recipe["model"]))
+            save_adapter(work, weights, lora_settings(adapter, targets), model_section, state["base"])
+        else:
+            _whole_model(folder, state, weights).save_pretrained(work)
+        saved_tokenizer.save_pretrained(work)
+        step = state["progress"]["step"]
+        write_steps(work, step, step)
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it")
     return 0
 
@@ -135,7 +134,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
 def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> Any:
     """The model that a checkpoint is of, around its weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     sizes = dict(state.get("model_config", {}))
     if not sizes:
@@ -146,6 +145,8 @@ def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+    if state.get("generation_config") is not None:
+        model.generation_config = GenerationConfig.from_dict(state["generation_config"])
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import json
 import math
@@ -9,11 +10,13 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from acc_lm.cli import stdout_on_stderr
 from acc_lm.config import Config
-from acc_lm.errors import ConfigError, OutOfMemoryError, StorageError, storage_reason
+from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError, StorageError, storage_reason
 from acc_lm.recipe import dump_config, load_config
 from acc_lm.redaction import printable
 
@@ -74,8 +77,11 @@ def evaluate(request: Request) -> int:
     _check(request)
     config: Config | None = None
     try:
-        config, held_out = recipe_of(request)
-        _run(request, config, held_out)
+        with stdout_on_stderr(request.as_json):
+            config, run = recipe_of(request)
+            found = _run(request, config, run)
+        if found is not None:
+            _report(*found, request.as_json)
     except OSError as error:
         if reason := storage_reason(error):
             raise StorageError(f"the disk must be writable, got: {reason} ({error}); free some space") from None
@@ -99,13 +105,13 @@ def evaluate(request: Request) -> int:
 def _check(request: Request) -> None:
     """What the command line alone can get wrong."""
     numbers = (
-        ("--max-new-tokens", request.max_new_tokens, 1),
-        ("--batch-size", request.batch_size, 1),
-        ("--temperature", request.temperature, 0),
+        ("--max-new-tokens", request.max_new_tokens, 1, ""),
+        ("--batch-size", request.batch_size, 1, ""),
+        ("--temperature", request.temperature, 0, " and finite"),
     )
-    for name, given, least in numbers:
-        if given is not None and given < least:
-            raise ConfigError(f"{name} must be at least {least}, got {given}; change it")
+    for name, given, least, more in numbers:
+        if given is not None and not least <= given < math.inf:
+            raise ConfigError(f"{name} must be at least {least}{more}, got {given}; change it")
     of_answers = {
         "--references-column": request.references_column,
         "--max-new-tokens": request.max_new_tokens,
@@ -140,13 +146,15 @@ def _check_new_file(file: Path) -> None:
 # --- what is evaluated ---------------------------------------------------------------------------------------------
 
 
-def recipe_of(request: Request) -> tuple[Config, bool]:
-    """How a run would evaluate this model on this text, and whether only on what its recipe held out.
+def recipe_of(request: Request) -> tuple[Config, Path | None]:
+    """How a run would evaluate this model on this text, and the run whose held-out text that must be.
 
-    Of a run's own recipe counts what decides rows and numbers; code of a model is trusted only by who types so.
+    Of a run's own recipe counts what decides rows and numbers; code of a model is trusted only by who types so. Relative
+    paths in it mean the folder in which the run was started.
 
     Raises:
         ConfigError: there is no such model, or nothing to evaluate it on.
+        CheckpointError: the run does not say which text it was trained on.
     """
     model, run = _find_model(request.model)
     if (
@@ -158,13 +166,18 @@ def recipe_of(request: Request) -> tuple[Config, bool]:
             f"--data must name files to evaluate on, got none, and {request.model} is in no run, which would say what it held out; add it"
         )
     recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
-    data: dict[str, Any] = dict(recipe.get("data", {})) | {"chat_template": None}  # the tokenizer has it
+    data: dict[str, Any] = dict(recipe.get("data", {})) | {
+        "chat_template": None,
+        "chat_template_date": None,
+    }  # the tokenizer has them
     if not request.data and (data.get("mixture") or data.get("streaming")):
         kind = "mixture" if data.get("mixture") else "stream"
         raise ConfigError(
             f"--data must name files to evaluate on, got none for the run of a {kind}; add its held-out files, or use train.py --eval-only"
         )
     training = recipe.get("training", {})
+    if run is not None and not request.data:
+        data |= _places_from(_environment_of(run)["working_directory"], data)
     if request.data:
         data = {key: data[key] for key in OF_ROWS if key in data}
         data |= {"source": "files", "files": list(request.data)}
@@ -192,11 +205,52 @@ def recipe_of(request: Request) -> tuple[Config, bool]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "evaluate.yaml")
         file.write_text(dump_config(Config.model_validate(values)))
-        return load_config(file, request.overrides), not request.data
+        return load_config(file, request.overrides), None if request.data else run
+
+
+def _environment_of(run: Path) -> dict[str, Any]:
+    """`environment.json` of a run, which says where it was started and which text it was trained on."""
+    try:
+        found = json.loads((run / "environment.json").read_text())
+        if found["text_key"] and Path(found["working_directory"]).is_absolute():
+            return dict(found)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # damaged, or of an earlier version
+    raise CheckpointError(
+        f"{run}/environment.json must say which text the run was trained on, got nothing of that; "
+        "start the run again, which writes it even if there is nothing left to train, or name what to score with --data"
+    )
+
+
+def _places_from(folder: str, data: dict[str, Any]) -> dict[str, Any]:
+    """The files and folders that a recipe's `data` names, as seen from this folder."""
+    places: dict[str, Any] = {
+        key: [os.path.join(glob.escape(folder), os.path.expanduser(name)) for name in data[key]]
+        for key in ("files", "eval_files")
+    }
+    dataset = os.path.join(folder, os.path.expanduser(data["dataset"] or ""))
+    return places | ({"dataset": dataset} if data["dataset"] and os.path.isdir(dataset) else {})
+
+
+def _check_tokenizer(run: Path, tokenizer: Any) -> None:
+    """Refuse a model whose tokenizer or chat template is not the run's any more."""
+    from transformers import AutoTokenizer
+
+    from acc_lm.data import tokenizer_key
+
+    known = AutoTokenizer.from_pretrained(run / "tokenizer", trust_remote_code=False)
+    if (tokenizer_key(known), known.chat_template) != (tokenizer_key(tokenizer), tokenizer.chat_template):
+        raise CheckpointError(
+            f"the model's tokenizer and chat template must be those in {run}/tokenizer, with which the run was trained, got others; "
+            "put them back, or name what to score with --data"
+        )
 
 
 def _find_model(name: str) -> tuple[str, Path | None]:
     """Folder or Hub id of the model, and the run that it is of."""
+    from acc_lm.export import exported_steps
+    from acc_lm.retention import newest_step
+
     folder = Path(name).expanduser()
     if _is_run(folder):
         final = folder / "final"
@@ -204,6 +258,12 @@ def _find_model(name: str) -> tuple[str, Path | None]:
             raise ConfigError(
                 f"MODEL must be a run that has exported its model, got {name} without final/; evaluate its newest checkpoint with "
                 "train.py --eval-only, or make a model of it: acc-lm checkpoint convert-to-hf"
+            )
+        steps, newest = exported_steps(final), newest_step(folder)
+        if steps is not None and newest > steps[1]:
+            raise ConfigError(
+                f"MODEL must be a run whose final/ is its newest model, got {name}, which has gone on from step {steps[1]} to {newest} since; "
+                f"let it end, name {final} all the same, or make a model of the newest: acc-lm checkpoint convert-to-hf"
             )
         return str(final), folder
     if (folder / "manifest.json").is_file():
@@ -235,10 +295,13 @@ def _longest_row(model: str, request: Request) -> int:
 # --- the evaluation ------------------------------------------------------------------------------------------------
 
 
-def _run(request: Request, config: Config, held_out: bool) -> None:
+def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, Any], list[str]] | None:
+    """The figures, and what is to be said of them; None on all processes but the main one."""
     from tqdm import tqdm
 
     from acc_lm import runtime
+    from acc_lm.chat import day_of
+    from acc_lm.export import exported_steps
     from acc_lm.optimizer import build_optimizer
     from acc_lm.scoring import build_scored_model, read_documents, score, write_rows
     from acc_lm.tokenizer import load_tokenizer
@@ -248,14 +311,21 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
     is_main = accelerator.is_main_process
     tokenizer = load_tokenizer(config.tokenizer, config.model)
     assert tokenizer is not None
+    if run is not None:
+        _check_tokenizer(run, tokenizer)
 
     def bar(what: str, total: int | None, unit: str) -> Any:
         return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", disable=None if is_main else True)
 
+    day = runtime.on_main(accelerator, lambda: day_of(tokenizer) or date.today().isoformat())
     with bar("tokenise", None, "B") as shown:
         text = read_documents(
-            config.data, tokenizer, config.seed, held_out=held_out, references_column=request.references_column,
+            config.data, tokenizer, config.seed,
+            held_out=not request.data,
+            trained_on=_environment_of(run)["text_key"] if run else None,
+            references_column=request.references_column,
             progress=shown.update,
+            day=day,
         )  # fmt: skip
     if request.generate and text.plan is None:
         raise ConfigError(
@@ -268,9 +338,11 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
     with bar("score", share, "row") as shown:
         scores = score(accelerator, model, text, config.training.micro_batch_size, shown.update)
     result = scores.result()
+    steps = exported_steps(Path(str(config.model.name_or_path)))
     figures: dict[str, Any] = {
         "model": str(config.model.name_or_path),
-        "data": list(request.data) or "held out by the run",
+        "step": steps[0] if steps else None,
+        "data": list(request.data) or ("held out by the run" if run else "held out"),
         "text": text.about,
         "sequence_length": config.data.sequence_length,
         "strategy": identity.strategy,
@@ -281,7 +353,7 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
         "bytes": int(scores.num_bytes.sum()),
         "loss": result.loss,
         "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte if math.isfinite(result.bits_per_byte) else None,
+        "bits_per_byte": result.bits_per_byte,
         "token_accuracy": result.token_accuracy,
     }
     prompts: list[Prompt] = []
@@ -293,12 +365,11 @@ def _run(request: Request, config: Config, held_out: bool) -> None:
         prompts, answers = _answers(request, config, accelerator, tokenizer, text, bar)
         if is_main:
             figures["generation"], notes = _grade(text, answers)
-    if is_main:
-        if request.predictions is not None:
-            write_rows(request.predictions, _rows(text, scores, prompts, answers, tokenizer))
-            figures["predictions"] = str(request.predictions)
-        _report(figures, notes, request.as_json)
+    if is_main and request.predictions is not None:
+        write_rows(request.predictions, _rows(text, scores, prompts, answers, tokenizer))
+        figures["predictions"] = str(request.predictions)
     runtime.close(accelerator)
+    return (figures, notes) if is_main else None
 
 
 def _answers(
@@ -374,6 +445,7 @@ def _report(figures: dict[str, Any], notes: list[str], as_json: bool) -> None:
     bits = figures["bits_per_byte"]
     lines = {
         "model": figures["model"],
+        **({} if figures["step"] is None else {"step": figures["step"]}),
         "text": figures["text"],
         "rows": f"of {figures['sequence_length']:,} tokens",
         "strategy": f"{figures['strategy']}, {figures['num_processes']} process{'es' * (figures['num_processes'] > 1)}, {figures['precision']}",

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm.cli.arguments import Mode, parse_train_arguments
-from acc_lm.errors import ConfigError, CrashLoopError
+from acc_lm.errors import ConfigError, CrashLoopError, MachineError
+from acc_lm.history import newest_checkpoint
 from acc_lm.stop import SIGNALS
-from acc_lm.summary import FILE, check_output_dir, write_failure
+from acc_lm.summary import FILE, check_not_in_use, check_output_dir, when_taken, write_failure
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no word"}
@@ -27,15 +28,17 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> int:
     """Run a command that calls train.py, as often as it takes; returns the exit code of the last attempt's status.
 
-    Launchers turn every exit code into 1, so the status is read from `summary.json`. A run that changed nothing there was
-    killed. A signal is passed on, and after it nothing is started again.
+    Launchers turn every exit code into 1, so the status is read from `summary.json`. An attempt that changed nothing there was
+    killed if a signal says so, or the lock that it left in the folder; else it never became a run. A signal is passed on, and
+    after it nothing is started again.
 
     Args:
         attempts: at most; None: as many as get the run further.
         pause: seconds between two attempts.
 
     Raises:
-        ConfigError: no command that trains, or any problem of its recipe.
+        ConfigError: no command that trains, any problem of its recipe, or another run in its folder.
+        MachineError: the command ended before it became a run.
         CrashLoopError: two attempts in a row ended at the same checkpoint.
     """
     output_dir, patience = _what_it_trains(command)
@@ -50,18 +53,23 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
 
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        last, last_step, number = "", -1, 0
+        last, last_step, number, had_folder = "", -1, 0, False
         while True:
             number += 1
-            summary_before = _summary(output_dir)
+            check_not_in_use(output_dir)
+            summary_before, taken_before = _summary(output_dir), when_taken(output_dir)
             running = _start(command)
             if stopped_by is not None:  # it came before there was anybody to pass it on to
                 running.send_signal(stopped_by)
             code = running.wait()
             running = None
             _wait_for_what_it_left(patience)
-            summary = _summary(output_dir)
+            check_not_in_use(output_dir)  # what this attempt left has ended
+            summary, was_taken = _summary(output_dir), when_taken(output_dir) not in (None, taken_before)
+            had_folder |= was_taken or summary != summary_before
             if summary == summary_before and (code or summary.get("status") != "completed"):
+                if 0 <= code < 128 and not was_taken and stopped_by is None:
+                    raise _no_run(code, output_dir)
                 summary = KILLED | {"exit_code": code if code >= 0 else 128 - code}
             step = _newest_step(output_dir)
             reason = f" ({summary['reason']})" if summary["reason"] else ""
@@ -72,9 +80,10 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
                 print(ended, file=sys.stderr, flush=True)
                 return int(summary["exit_code"])
             if step == last_step:
-                write_failure(
-                    str(output_dir), CrashLoopError.status, CrashLoopError.exit_code, f"{last}; {ended}", True
-                )
+                if had_folder:
+                    write_failure(
+                        str(output_dir), CrashLoopError.status, CrashLoopError.exit_code, f"{last}; {ended}", True
+                    )
                 raise CrashLoopError(
                     last,
                     ended,
@@ -149,6 +158,15 @@ def _wait_for_what_it_left(seconds: float) -> None:
         time.sleep(0.05)
 
 
+def _no_run(code: int, output_dir: Path) -> MachineError:
+    error = MachineError(
+        f"the command after -- must get as far as the run, got exit code {code} and nothing new in {output_dir}; "
+        "see its own error above"
+    )
+    error.exit_code = code if code > 1 else MachineError.exit_code  # 1 is every launcher's
+    return error
+
+
 def _summary(output_dir: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((output_dir / FILE).read_text())
@@ -158,5 +176,5 @@ def _summary(output_dir: Path) -> dict[str, Any]:
 
 
 def _newest_step(output_dir: Path) -> int:
-    manifests = (output_dir / "checkpoints").glob("step-*/manifest.json")
-    return max((int(manifest.parent.name.removeprefix("step-")) for manifest in manifests), default=0)
+    newest = newest_checkpoint(output_dir)
+    return int(newest.name.removeprefix("step-")) if newest else 0

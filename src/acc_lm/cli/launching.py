@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from acc_lm.errors import ConfigError
+from acc_lm.runtime import without_launch
 
 PR_SET_PDEATHSIG = 1
 
@@ -31,6 +32,8 @@ def launch(
 ) -> str | None:
     """Run a program on so many processes and wait for its end; returns what went wrong.
 
+    What an earlier launch left in the environment is not handed on.
+
     Args:
         program: path of a script, or -m and a module, with its arguments.
         config_file: of Accelerate; None: plain Python, one process.
@@ -39,14 +42,14 @@ def launch(
         num_machines: as many launchers, all of them here.
         shows_output: what goes to stdout is passed on, and only the rest stands in the log.
     """
-    commands = [[sys.executable, *program]]
+    commands, held = [[sys.executable, *program]], socket.socket()
     if config_file is not None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held until the end, so that nobody else is given the port; torch's store, which reuses addresses, still gets it.
+        held.bind(("127.0.0.1", 0))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         launcher = [
             sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file),
-            "--num_processes", str(num_processes), "--main_process_port", str(port),
+            "--num_processes", str(num_processes), "--main_process_port", str(held.getsockname()[1]),
         ]  # fmt: skip
         machines: list[list[str]] = [[]]
         if num_machines > 1:
@@ -54,7 +57,7 @@ def launch(
             machines = [["--machine_rank", str(rank)] for rank in range(num_machines)]
         commands = [[*launcher, *machine, *program] for machine in machines]
     logs = [log, *(log.with_name(f"{log.name}-{rank}") for rank in range(1, len(commands)))]
-    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+    variables = {"OMP_NUM_THREADS": "1", **without_launch(os.environ), **(environment or {})}
     running: list[subprocess.Popen[bytes]] = []
     try:
         for command, file in zip(commands, logs, strict=True):
@@ -64,6 +67,7 @@ def launch(
     except subprocess.TimeoutExpired:
         return f"still running after {seconds:g} s"
     finally:
+        held.close()
         for process in running:
             _end(process)
     return None if not any(codes) else _what_it_says(log, codes)

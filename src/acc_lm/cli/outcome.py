@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
+
+import psutil
 
 from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.config import Config
@@ -16,6 +20,20 @@ from acc_lm.errors import EXIT_INTERRUPTED, Preempted, UserError, print_problems
 from acc_lm.redaction import print_anything, redact
 from acc_lm.stop import StopRequest, die_with_launcher
 from acc_lm.summary import open_output_dir, write_failure
+
+
+def end_at_once(output_dir: str | None, error: UserError) -> NoReturn:
+    """End this process from any of its threads, while its main one waits in a library, as `run_to_its_end` ends it.
+
+    Args:
+        output_dir: of the run; None: it leaves no summary.
+    """
+    try:
+        print_problems(error)
+        began = psutil.Process().create_time()
+        write_failure(output_dir, error.status, error.exit_code, str(error), error.speaks, began)
+    finally:
+        os._exit(error.exit_code)
 
 
 def run_to_its_end(
@@ -36,7 +54,12 @@ def run_to_its_end(
         with StopRequest(output_dir, config.training.max_minutes).listening() as stop_request, ExitStack() as stack:
             stack.enter_context(open_output_dir(output_dir, alone=mode != Mode.DRY_RUN))  # that may try beside a run
             is_ours = mode == Mode.TRAIN
-            return train(config, stop_request, mode)
+            try:
+                return train(config, stop_request, mode)
+            finally:
+                from acc_lm.runtime import stop_watching
+
+                stop_watching()
     except Preempted as stop:
         status, code, reason = stop.status, stop.exit_code, str(stop)
         print(reason, file=sys.stderr)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm import history
-from acc_lm.cli.launching import launch
+from acc_lm.cli.launching import launch, num_accelerators
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError
 from acc_lm.recipe import load_config
@@ -76,7 +76,7 @@ class Row:
         return (
             self.problem is None
             and self.same_ledger
-            and all(difference <= tolerance[name] for name, difference in self.differences.items())
+            and all(self.differences.get(name, float("inf")) <= tolerance[name] for name in COMPARED)
         )
 
 
@@ -88,14 +88,14 @@ def largest_differences(expected: dict[int, dict[str, float]], got: dict[int, di
         got: of the other run.
     """
     worst: dict[str, float] = {}
-    for step, metrics in expected.items():
+    for step in expected.keys() | got.keys():
         for name in COMPARED:
-            if name not in metrics:
+            value, other = expected.get(step, {}).get(name), got.get(step, {}).get(name)
+            if value is None and other is None:
                 continue
-            value, other = metrics[name], got.get(step, {}).get(name)
             difference = (
                 float("inf")
-                if other is None
+                if value is None or other is None
                 else abs(other - value) / max(abs(value), 1e-30)
                 if other != value
                 else 0.0
@@ -191,9 +191,7 @@ def _cases(names: Sequence[str], root: Path, config: Config) -> tuple[list[Case]
 
 
 def _default_cases() -> Sequence[str]:
-    import torch
-
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    count = num_accelerators()
     if count == 0:
         return CPU_CASES
     return [name for name in CPU_CASES if int(name.partition(":")[2]) <= count and not name.startswith("multi_node")]
@@ -257,7 +255,7 @@ def _list(tolerance: dict[str, float]) -> str:
 def _line(row: Row, tolerance: dict[str, float]) -> str:
     if row.problem is not None:
         return f"{row.name:28} {row.problem}"
-    cells = " ".join(f"{row.differences.get(name, 0.0):8.1e}" for name in COMPARED)
+    cells = " ".join(f"{row.differences.get(name, float('inf')):8.1e}" for name in COMPARED)
     verdict = "ok" if row.is_within(tolerance) else "DIFFERS"
     ledger = "same rows" if row.same_ledger else "OTHER ROWS"
     return f"{row.name:28} {row.strategy:16} {cells}  {ledger}  {row.peak_memory_gb:5.2f} GB  {row.seconds:4.0f} s  {verdict}"
@@ -301,7 +299,7 @@ def _write(
         if row.problem is not None:
             lines.append(f"| {row.name} | {row.problem} | | | | | | | | |")
             continue
-        cells = " | ".join(f"{row.differences.get(name, 0.0):.1e}" for name in COMPARED)
+        cells = " | ".join(f"{row.differences.get(name, float('inf')):.1e}" for name in COMPARED)
         same = "the same" if row.same_ledger else "OTHER"
         lines.append(
             f"| {row.name} | {row.strategy} | {row.engine} | {cells} | {same} | {row.peak_memory_gb:.2f} GB | {row.seconds:.0f} s |"

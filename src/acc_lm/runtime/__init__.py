@@ -34,8 +34,9 @@ from acc_lm.runtime.communication import (
     time_collective,
     wait_for,
 )
-from acc_lm.runtime.doctor import check_config, machine, refusal
-from acc_lm.runtime.ending import close, explain, forget
+from acc_lm.runtime.config_file import without_launch
+from acc_lm.runtime.doctor import check_config, check_run, machine, refusal
+from acc_lm.runtime.ending import close, explain, forget, stop_watching
 from acc_lm.runtime.engines import (
     check_replicas,
     gather_objects,
@@ -84,6 +85,7 @@ __all__ = [
     "bus_bandwidth",
     "check_config",
     "check_replicas",
+    "check_run",
     "close",
     "count_updates",
     "data_parallel",
@@ -112,9 +114,11 @@ __all__ = [
     "seconds_of_slowest",
     "split_global_batch",
     "start_state",
+    "stop_watching",
     "summary",
     "time_collective",
     "wait_for",
     "warm_up",
     "whole_shapes",
+    "without_launch",
 ]

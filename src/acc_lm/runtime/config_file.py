@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
 CONFIG_FILE_VARIABLE = "ACC_LM_CONFIG_FILE"
+OF_A_LAUNCH = re.compile(
+    rf"(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC)_.*|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|{CONFIG_FILE_VARIABLE}"
+)
+"""Variables by which a launcher tells its processes what they are."""
 
 
 def check_config_file(typed: Namespace | None = None) -> None:
@@ -88,6 +92,28 @@ def config_file() -> Path | None:
     return default if default.is_file() and not arguments.cpu else None
 
 
+def without_launch(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment to launch from: without what another launch left, but for the user's ACCELERATE_USE_CPU."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name == "ACCELERATE_USE_CPU" or not OF_A_LAUNCH.fullmatch(name)
+    }
+
+
+def asked_processes(typed: Namespace | None = None) -> int:
+    """Number of processes that `accelerate launch` was asked for, by its command line or its config; 1 if it does not say.
+
+    Args:
+        typed: as for `check_config_file`.
+    """
+    arguments = typed or _launch_arguments()
+    if number := getattr(arguments, "num_processes", None):
+        return int(number)
+    file = config_file()
+    return int(getattr(_read(file)[0], "num_processes", 1)) if file else 1
+
+
 def resolved_deepspeed_config(path: str) -> str:
     """Where a `deepspeed_config_file` is: from the current folder, else from the Accelerate config's own; unchanged if nowhere."""
     file = config_file()
@@ -140,6 +166,10 @@ def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
     try:
         with clear_environment():
             arguments, config, takes_precision = _validate_launch_command(arguments)
+            if arguments.num_processes < 1:
+                raise MachineError(
+                    f"num_processes must be at least 1, got {arguments.num_processes}; give --num_processes N, or set it in {file}"
+                )
             if arguments.use_deepspeed and not arguments.cpu:
                 named = [*config.deepspeed_config, *(["mixed_precision"] if takes_precision else [])]
                 arguments.deepspeed_fields_from_accelerate_config = ",".join(named)

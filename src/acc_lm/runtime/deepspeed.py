@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,12 @@ def deepspeed_config() -> dict[str, Any]:
         raise MachineError(f"{file} must be JSON, got: {error}; mend it") from None
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise MachineError(f"{file} must be a mapping with a zero_optimization section, got none; add it")
+    for section, settings in (("", config), ("zero_optimization.", config["zero_optimization"])):
+        for key in ("fp16", "bf16", "torch_autocast", "offload_optimizer", "offload_param"):
+            if not isinstance(settings.get(key), dict | None):
+                raise MachineError(
+                    f"{file}: {section}{key} must be a mapping, got {json.dumps(settings[key])}; write its keys below it"
+                )
     os.environ[FILE] = file  # Accelerate looks from the current folder only
     return config
 
@@ -97,19 +104,18 @@ def asked_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
         owned: what a recipe says, by DeepSpeed's names.
 
     Raises:
-        MachineError: a hand-written DeepSpeed config says something else, or the settings are none that Accelerate takes.
+        MachineError: there is no DeepSpeed, or a hand-written config of it says something else.
     """
     from accelerate.utils import DeepSpeedPlugin
 
+    if find_spec("deepspeed") is None:
+        raise MachineError(
+            "deepspeed must be installed for this Accelerate config, got no such package; pip install deepspeed"
+        )
     if _is_by_hand():
         _refuse_contradictions(deepspeed_config(), owned, precision)
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
-    try:
-        return DeepSpeedPlugin(zero3_init_flag=False)
-    except ValueError as error:  # Accelerate's own reasons
-        raise MachineError(
-            f"the DeepSpeed settings must be ones that Accelerate takes, got: {' '.join(str(error).split())}"
-        ) from None
+    return DeepSpeedPlugin(zero3_init_flag=False)
 
 
 def build_models_whole(accelerator: Accelerator) -> None:

@@ -15,15 +15,24 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from acc_lm.errors import MachineError, UserError
+from acc_lm.errors import UserError
 from acc_lm.runtime.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
-from acc_lm.runtime.deepspeed import asked_plugin, deepspeed_plugin
+from acc_lm.runtime.engines import refuse_buckets_that_mix
 from acc_lm.runtime.extensions import COMPILERS, check_extensions, has_libaio
+from acc_lm.runtime.fp8 import check_rows
+from acc_lm.runtime.fsdp import block_classes
 from acc_lm.runtime.identity import library_versions
-from acc_lm.runtime.launch import fit_recipe, needed_extensions, read_launch
+from acc_lm.runtime.launch import asked_precision, needed_extensions, read_launch, split_global_batch
+from acc_lm.runtime.strategy import asked_strategy, has_accelerator, world_size
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from acc_lm.config import Config
+
+
+LEAST_VOCABULARY = 257
+"""Ids of a tokenizer of bytes; one of characters has more, as many as the text."""
 
 
 def machine() -> dict[str, Any]:
@@ -75,14 +84,14 @@ def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
     """Why train.py would not train this recipe on this config, whatever the machine has; None: it would."""
     with _launched(file, ["--num_processes", str(num_processes)]) as typed:
         try:
-            fit_recipe(recipe, read_launch(recipe.training.mixed_precision, typed))
+            read_launch(recipe, typed)
         except UserError as error:
             return str(error)
     return None
 
 
 def check_config(file: Path, num_processes: int | None, recipe: Config | None = None) -> list[str]:
-    """Notes on a launch of this config on this machine: all that train.py would refuse is refused here, by the same lines.
+    """Notes on a launch of this config on this machine: what train.py refuses before it reads text is refused here, by the same calls.
 
     Args:
         num_processes: in all, over all machines; None: what the file says.
@@ -90,20 +99,16 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
 
     Raises:
         MachineError: it cannot run here.
-        ConfigError: the recipe's global batch does not divide over the processes.
+        ConfigError: the recipe cannot be trained, or not by so many processes.
+        DataError: a file of the recipe is not there.
     """
     options = [] if num_processes is None else ["--num_processes", str(num_processes)]
     with _launched(file, options) as typed:
-        asked = read_launch(recipe.training.mixed_precision if recipe else None, typed)
-        split = fit_recipe(recipe, asked) if recipe else None
+        asked = read_launch(recipe, typed)
         if asked.strategy.startswith("deepspeed"):
-            if library_versions()["deepspeed"] is None:
-                raise MachineError(f"{file}: deepspeed must be installed, got no such package; pip install deepspeed")
             check_extensions(**needed_extensions(asked.has_accelerator))
-            if recipe and split:
-                deepspeed_plugin(recipe, *split, asked.precision, asked.has_accelerator)
-            else:
-                asked_plugin(asked.precision, {})
+        if recipe:
+            check_run(recipe)
     machines, cores = typed.num_machines or 1, os.cpu_count() or 1
     notes = [
         f"{asked.strategy}, {asked.num_processes} process(es) on {machines} machine(s), mixed_precision {asked.precision}: it can run here"
@@ -113,6 +118,42 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
     if not asked.has_accelerator and asked.num_processes // machines > cores:
         notes.append(f"{asked.num_processes // machines} processes will share {cores} cores")
     return notes
+
+
+def check_run(config: Config) -> PreTrainedTokenizerBase | None:
+    """All that can be refused of a recipe under this launch before text is read and weights are made.
+
+    The model runs on the meta device. A vocabulary that is still to be made from the text counts with the size that the
+    recipe asks for.
+
+    Returns:
+        The tokenizer, if there is one already.
+
+    Raises:
+        ConfigError: no such model or tokenizer, or they cannot be trained as the recipe says.
+        MachineError: the engine of this launch cannot train this model.
+        DataError: a file is not there.
+    """
+    from acc_lm.data import check_files
+    from acc_lm.model import DTYPES, check_model
+    from acc_lm.tokenizer import load_tokenizer
+
+    strategy, distributed = asked_strategy(), config.distributed
+    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    vocab_size = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else LEAST_VOCABULARY
+    model = check_model(
+        config.model, tokenizer, vocab_size, config.data.sequence_length, distributed.find_unused_parameters, config.adapter
+    )  # fmt: skip
+    if strategy in ("fsdp2", "hsdp"):
+        block_classes(model)
+    if strategy == "ddp":
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        size = trained * DTYPES[config.model.dtype].itemsize
+        refuse_buckets_that_mix(distributed.comm_hook, distributed.bucket_cap_mb, size, not has_accelerator())
+    if asked_precision(config.training.mixed_precision) == "fp8":
+        check_rows(config, split_global_batch(config.training, world_size())[0])
+    check_files(config.data)
+    return tokenizer
 
 
 @contextmanager

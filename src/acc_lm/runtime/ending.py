@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from acc_lm.config import Config
-from acc_lm.errors import StorageError, UserError, storage_reason
+from acc_lm.errors import MachineError, StorageError, UserError, storage_reason
 from acc_lm.runtime.memory import is_out_of_memory, out_of_memory
 from acc_lm.runtime.peers import Peers
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 def close(accelerator: Accelerator) -> None:
     """End the process group so that no process leaves while another still uses it."""
     accelerator.wait_for_everyone()
+    stop_watching()
     gc.unfreeze()
     accelerator.free_memory()
     accelerator.end_training()
@@ -41,6 +41,15 @@ def explain(error: Exception, config: Config | None) -> UserError | None:
         return None
     if is_out_of_memory(error):
         return out_of_memory(error, config)
-    latest = Path(config.output_dir, "checkpoints", "latest")
-    last_checkpoint = latest.resolve() if latest.exists() else None
-    return None if Peers.current is None else Peers.current.explain(error, last_checkpoint)
+    if "connectFullMesh" in str(error):  # gloo tells the others the address of its machine's name, unless told better
+        return MachineError(
+            f"the processes must reach each other over gloo, got: {' '.join(str(error).split())}; set GLOO_SOCKET_IFNAME on every machine "
+            "to the network interface that connects them (ip addr), on machines with GPUs too"
+        )
+    return None if Peers.current is None else Peers.current.explain(error)
+
+
+def stop_watching() -> None:
+    """This process is about to end: other processes that end before it are not lost."""
+    if Peers.current is not None:
+        Peers.current.stop()

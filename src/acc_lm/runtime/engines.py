@@ -15,7 +15,7 @@ from acc_lm.errors import DivergedError, MachineError, UserError
 from acc_lm.rows import Batch
 from acc_lm.runtime.deepspeed import partition
 from acc_lm.runtime.fp8 import check_layers
-from acc_lm.runtime.fsdp import check_block_class
+from acc_lm.runtime.fsdp import block_classes
 from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
 from acc_lm.runtime.strategy import asked_strategy, bare_model
 
@@ -120,13 +120,17 @@ def prepare(
     strategy = asked_strategy()
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):
-            check_block_class(accelerator, model)
+            plugin = vars(accelerator.state).get("fsdp_plugin")
+            if plugin is not None:  # else Accelerate fell back to something else; `identify` will say so
+                plugin.transformer_cls_names_to_wrap = block_classes(model)
         if accelerator.mixed_precision == "fp8":
             check_layers(model)
         prepared = accelerator.prepare(model, optimizer)
         gc.collect()
         if strategy == "ddp":
-            _refuse_buckets_that_mix(accelerator, prepared[0])
+            ddp = accelerator.ddp_handler
+            size = sum(p.numel() * p.element_size() for p in prepared[0].parameters() if p.requires_grad)
+            refuse_buckets_that_mix(ddp.comm_hook.value, ddp.bucket_cap_mb, size, accelerator.device.type == "cpu")
         return prepared[0], prepared[1]
     # DeepSpeed makes its fp32 master weights from 16-bit ones; they are replaced by what they should have been.
     originals: dict[str, Tensor] = {}
@@ -145,13 +149,19 @@ def prepare(
     return engine, optimizer
 
 
-def _refuse_buckets_that_mix(accelerator: Accelerator, model: Any) -> None:
-    """On gloo PowerSGD sends from several threads: with more than one bucket the processes do it in different orders, and die or hang."""
-    if accelerator.device.type != "cpu" or "power_sgd" not in str(accelerator.ddp_handler.comm_hook):
+def refuse_buckets_that_mix(comm_hook: str, bucket_cap_mb: float, size: int, on_cpu: bool) -> None:
+    """On gloo PowerSGD sends from several threads: with more than one bucket the processes do it in different orders, and die or hang.
+
+    Args:
+        size: of all gradients, in bytes.
+
+    Raises:
+        MachineError: they do not fit into one bucket.
+    """
+    if not on_cpu or "power_sgd" not in comm_hook:
         return
-    # A bucket_cap_mb of 25 is torch's own default, and by default the first bucket is a small one.
-    cap = dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap  # type: ignore[attr-defined]
-    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    # By torch's own default of 25 MiB the first bucket is a small one.
+    cap = dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb == 25 else bucket_cap_mb * 2**20  # type: ignore[attr-defined]
     if size >= cap:
         enough = size // 2**20 + 1
         raise MachineError(
@@ -210,6 +220,9 @@ def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     A full collection looks at all that libraries and model have made, in the middle of a step, half a second long. And
     DDP regroups its buckets after the first backward: without a throw-away one, the first step after a resume would add
     in another order than the same step of an uninterrupted run, and the run would not be bit-identical any more.
+
+    Args:
+        batch: as large as a micro-batch, so that a model that is compiled is compiled once, for that size.
     """
     gc.collect()
     gc.freeze()

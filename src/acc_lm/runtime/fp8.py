@@ -60,6 +60,21 @@ def check_recipe(config: Config) -> None:
         )
 
 
+def check_rows(config: Config, micro_batch_size: int) -> None:
+    """Whether the gradients of the weights, products over all positions of a micro-batch, can have 8 bits.
+
+    Raises:
+        ConfigError: the number of positions is no multiple of what the hardware multiplies.
+    """
+    rows = 1 if config.training.find_micro_batch_size else micro_batch_size  # the search may end there
+    length = config.data.sequence_length
+    if rows * length % MULTIPLE:
+        raise ConfigError(
+            f"data.sequence_length x training.micro_batch_size must be a multiple of {MULTIPLE} with training.mixed_precision fp8, got "
+            f"{length} x {rows}; make data.sequence_length one"
+        )
+
+
 def recipe_kwargs(config: Config) -> AORecipeKwargs:
     """What Accelerate is to be told.
 

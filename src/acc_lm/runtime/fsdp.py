@@ -12,7 +12,6 @@ from acc_lm.errors import MachineError
 from acc_lm.runtime.strategy import flag
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 
@@ -27,6 +26,17 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
 
     if not os.environ.get("FSDP_AUTO_WRAP_POLICY") or os.environ["FSDP_AUTO_WRAP_POLICY"].upper() == "NO_WRAP":
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"  # else everything is one unit, gathered at once
+    if os.environ["FSDP_AUTO_WRAP_POLICY"].upper() == "SIZE_BASED_WRAP":
+        raise MachineError(
+            "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP, which also wraps lists of blocks, "
+            "and FSDP2 cannot; use TRANSFORMER_BASED_WRAP: each block is a unit"
+        )
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
+    if reshard in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"):
+        raise MachineError(
+            f"fsdp_reshard_after_forward must be true or false beside fsdp_version 2, got {reshard}, which is FSDP1's; FULL_SHARD is true, "
+            "SHARD_GRAD_OP is false"
+        )
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
     if plugin.activation_checkpointing:
         raise MachineError(
@@ -61,6 +71,11 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
             f"parallelism_config must multiply to the number of processes, got dp_replicate_size {replicas} x dp_shard_size "
             f"{shards} for {num_processes} processes; change num_processes or the sizes"
         )
+    if shards == 1:
+        raise MachineError(
+            f"parallelism_config_dp_shard_size must be at least 2, got 1, which shards nothing, for {num_processes} processes; use "
+            "accelerate_configs/ddp.yaml"
+        )
     return sizes
 
 
@@ -81,20 +96,20 @@ def shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def check_block_class(accelerator: Accelerator, model: nn.Module) -> None:
-    """The unit that is gathered at once is the model's own block class, unless the config names another that exists."""
-    plugin = vars(accelerator.state).get("fsdp_plugin")
-    if plugin is None:  # Accelerate fell back to something else; `identify` will say so
-        return
+def block_classes(model: nn.Module) -> list[str]:
+    """The classes whose modules are gathered at once: those that the Accelerate config names, else the model's own.
+
+    Raises:
+        MachineError: the config names one that the model does not have.
+    """
     there = {type(module).__name__ for module in model.modules()}
-    own = getattr(model, "_no_split_modules", None) or []
-    named = plugin.transformer_cls_names_to_wrap
-    for name in named or []:
+    # Some models list classes that only their other variants have.
+    own = [name for name in getattr(model, "_no_split_modules", None) or [] if name in there]
+    named = [name for name in os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",") if name]
+    for name in named:
         if name not in there:
             raise MachineError(
                 f"fsdp_transformer_layer_cls_to_wrap must name a class of the model, got {name}; "
                 f"leave it out, the model's own is {', '.join(own) or 'not known'}"
             )
-    if named is None:
-        # Some models list classes that only their other variants have.
-        plugin.transformer_cls_names_to_wrap = [name for name in own if name in there]
+    return named or own

@@ -35,13 +35,15 @@ class Gradients:
         self._gradient_device = self._named[0][1].device  # the CPU where parameters are offloaded
         self._by_engine = is_deepspeed(model)
         if self._by_engine:  # it clips, and its gradients are reduced and gone when backward returns
-            self._seen = torch.zeros(len(self._named), device=accelerator.device, dtype=torch.bool)
+            self._engine: Any = model
+            self._sums = torch.zeros(len(self._named), device=accelerator.device)
+            """Of the elements of each gradient: finite only if they all are."""
             for index, (_, parameter) in enumerate(self._named):
                 parameter.register_hook(self._hook(index))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
-            self._seen[index] |= ~gradient.isfinite().all()
+            self._sums[index] += gradient.sum(dtype=torch.float32)  # without a temporary of the gradient's size
 
         return look
 
@@ -52,10 +54,13 @@ class Gradients:
         If the norm is not finite, `optimizer` will skip the update that follows.
         """
         if self._by_engine:
-            self._unread.append(self._seen)
-            self._seen = torch.zeros_like(self._seen)
-            of_engine = self._accelerator.clip_grad_norm_(None, 0.0)
-            return torch.as_tensor(of_engine, device=self._accelerator.device)
+            self._unread.append(~self._sums.isfinite())
+            self._sums = torch.zeros_like(self._sums)
+            # The engine's own, a tensor or after an overflow a float; Accelerate would read it, and wait.
+            of_engine = self._engine.get_global_grad_norm()
+            if isinstance(of_engine, Tensor):
+                return of_engine.to(self._accelerator.device)
+            return torch.full((), of_engine, device=self._accelerator.device)
         self._accelerator.unscale_gradients()
         local = [_local_gradient(parameter) for _, parameter in self._named]
         gradients = [gradient for gradient in local if gradient is not None]
@@ -80,6 +85,12 @@ class Gradients:
         elif inner.defaults.get("fused") and self._accelerator.scaler is None:  # a scaler does the same
             inner.found_inf = (~norm.isfinite()).to(self._gradient_device, torch.float32)
         return norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss under fp16, else 1. Waits for the device."""
+        scaler = self._accelerator.scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def drop(self) -> None:
         """After the update. What torch's and Accelerate's `zero_grad` do beside it costs a twentieth of a small model's step."""

@@ -117,7 +117,7 @@ def _live_strategy(model: nn.Module, num_processes: int) -> str:
         return "hsdp" if _mesh_of(model).ndim == 2 else "fsdp2"
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return "ddp"
-    return "single" if not dist.is_initialized() else "nothing that connects the processes"
+    return "single" if num_processes == 1 else "nothing that connects the processes"
 
 
 def _mesh_of(model: nn.Module) -> Any:
@@ -309,7 +309,9 @@ def environment(identity: Identity) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **library_versions()},
         "git_commit": _git_commit(),
         "launch_command": _launch_command(),
+        "working_directory": os.getcwd(),
         "host": platform.node(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
 
 

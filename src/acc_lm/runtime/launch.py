@@ -8,7 +8,9 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +20,27 @@ import torch.distributed as dist
 
 from acc_lm.attention import prefer_kernels
 from acc_lm.config import DistributedConfig, TrainingConfig, nearest_multiples
-from acc_lm.errors import ConfigError, MachineError
-from acc_lm.runtime.config_file import check_config_file, lost_settings, rendezvous_backend
-from acc_lm.runtime.deepspeed import build_models_whole, deepspeed_plugin, offload_device
+from acc_lm.errors import ConfigError, MachineError, UserError
+from acc_lm.runtime.config_file import (
+    asked_processes,
+    check_config_file,
+    config_file,
+    lost_settings,
+    rendezvous_backend,
+)
+from acc_lm.runtime.deepspeed import asked_plugin, build_models_whole, deepspeed_plugin, offload_device
 from acc_lm.runtime.extensions import build_extensions
 from acc_lm.runtime.fp8 import check_machine, check_recipe, recipe_kwargs
 from acc_lm.runtime.fsdp import fsdp_plugin, mesh, shard_on_cpu
-from acc_lm.runtime.strategy import asked_strategy, flag
+from acc_lm.runtime.strategy import asked_strategy, flag, has_accelerator, world_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
 
     from acc_lm.config import Config
 
+ABORT_SECONDS = 60
 NCCL_ONLY_HOOKS = ("bf16",)
 
 
@@ -42,8 +52,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         ConfigError: the global batch does not divide over the processes.
     """
     distributed = config.distributed
-    asked = read_launch(config.training.mixed_precision)
-    micro_batch_size, accumulation = fit_recipe(config, asked)
+    asked = read_launch(config)
     strategy, precision, has_accelerator = asked.strategy, asked.precision, asked.has_accelerator
     _choose_port()
     _leave_the_store_of_the_dead()
@@ -68,13 +77,14 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     )
     # In every step Accelerate looks twice, in every folder of sys.path, for an optimizer that is none of ours.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds))
+    # NCCL does not raise after that time but aborts: `Peers` ends the run in words before it does.
+    grace = ABORT_SECONDS if has_accelerator and distributed.backend != "gloo" else 0
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds + grace))
     if distributed.backend is not None and has_accelerator:
         group.backend = distributed.backend
     keywords: dict[str, Any] = {"cpu": not has_accelerator}
     if strategy.startswith("deepspeed"):
-        plugin = deepspeed_plugin(config, micro_batch_size, accumulation, precision, has_accelerator)
-        keywords = {"deepspeed_plugin": plugin}
+        keywords = dict(asked.plugins)
         build_extensions(**needed_extensions(has_accelerator))
         # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway.
         os.environ.pop("ACCELERATE_USE_CPU", None)
@@ -89,23 +99,24 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
         if strategy in ("fsdp2", "hsdp"):  # refused by Accelerate for weights that are gathered in 8 bits; ours are not
             loads_on_main, asked.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True, False
     try:
-        if strategy in ("fsdp2", "hsdp") and not has_accelerator:
-            shard_on_cpu(precision, keywords, group.to_kwargs())
-        accelerator = Accelerator(
-            **keywords,
-            mixed_precision=precision,
-            kwargs_handlers=handlers,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=accumulation,
-                sync_with_dataloader=False,
-                # Sharded gradients stay sharded between micro-batches; else each process would hold a whole gradient.
-                sync_each_batch=strategy in ("fsdp2", "hsdp"),
-            ),
-            log_with=list(config.tracking.report_to) or None,
-            project_config=ProjectConfiguration(str(output_dir), logging_dir=str(output_dir / "tensorboard"))
-            if output_dir
-            else None,
-        )
+        with _accelerates_own_refusals():
+            if strategy in ("fsdp2", "hsdp") and not has_accelerator:
+                shard_on_cpu(precision, keywords, group.to_kwargs())
+            accelerator = Accelerator(
+                **keywords,
+                mixed_precision=precision,
+                kwargs_handlers=handlers,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=asked.accumulation,
+                    sync_with_dataloader=False,
+                    # Sharded gradients stay sharded between micro-batches; else each process would hold a whole gradient.
+                    sync_each_batch=strategy in ("fsdp2", "hsdp"),
+                ),
+                log_with=list(config.tracking.report_to) or None,
+                project_config=ProjectConfiguration(str(output_dir), logging_dir=str(output_dir / "tensorboard"))
+                if output_dir
+                else None,
+            )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MachineError(_rendezvous_problem(str(error))) from None
     if loads_on_main:
@@ -129,44 +140,73 @@ class Asked:
     precision: str
     num_processes: int
     has_accelerator: bool
-    plugins: dict[str, Any]
-    """Of FSDP; those of DeepSpeed need a recipe."""
+    compiler: TorchDynamoPlugin
+    plugins: dict[str, Any] = field(default_factory=dict)
+    """Accelerate's, by the names of its arguments."""
+    accumulation: int = 1
+    """Micro-batches in an optimizer step; 1 without a recipe."""
 
 
-def read_launch(mixed_precision: str | None, typed: Namespace | None = None) -> Asked:
-    """What the environment that a launcher left asks for, after all refusals in which a recipe has no say.
+def read_launch(config: Config | None, typed: Namespace | None = None) -> Asked:
+    """What the environment that a launcher left asks for, after all refusals of it and of a recipe on it.
 
     Args:
-        mixed_precision: of the recipe, if it names one.
+        config: the recipe; None: one that agrees with the launch.
         typed: what `accelerate launch` was given; None: as found on its command line.
 
     Raises:
         MachineError: the launch did not give what it asked for, or this machine cannot execute it.
+        ConfigError: the recipe cannot be trained by this launch.
     """
-    has_accelerator = torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
-    _refuse_silent_single_process()
-    _refuse_restarts_that_hang()
-    check_config_file(typed)
-    os.environ |= lost_settings()
-    strategy = asked_strategy()
-    precision = _checked_precision(mixed_precision, has_accelerator, strategy)
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _refuse_missing_devices(has_accelerator)
-    _refuse_hooks_that_are_lost(strategy)
-    plugins: dict[str, Any] = {}
-    if strategy in ("fsdp2", "hsdp"):
-        plugins = {"fsdp_plugin": fsdp_plugin(precision, has_accelerator), "parallelism_config": mesh(num_processes)}
-    return Asked(strategy, precision, num_processes, has_accelerator, plugins)
+    with _accelerates_own_refusals():
+        from accelerate.utils import TorchDynamoPlugin
+
+        num_processes = world_size()
+        _refuse_silent_single_process(typed)
+        _refuse_restarts_that_hang()
+        check_config_file(typed)
+        os.environ |= lost_settings()
+        strategy, on_accelerator = asked_strategy(), has_accelerator()
+        _refuse_what_needs_a_launcher(strategy)
+        precision = _checked_precision(config.training.mixed_precision if config else None, on_accelerator, strategy)
+        _refuse_missing_devices(on_accelerator)
+        _refuse_offloaded_fp16(strategy, precision)
+        _refuse_debugging_that_crashes(strategy, on_accelerator)
+        asked = Asked(strategy, precision, num_processes, on_accelerator, TorchDynamoPlugin())
+        _refuse_compilation_that_fails(asked)
+        micro_batch_size, accumulation = _fit_recipe(config, asked) if config else (1, 1)
+        plugins: dict[str, Any] = {}
+        if strategy in ("fsdp2", "hsdp"):
+            plugins = {"fsdp_plugin": fsdp_plugin(precision, on_accelerator), "parallelism_config": mesh(num_processes)}
+        elif strategy.startswith("deepspeed"):
+            plugin = (
+                deepspeed_plugin(config, micro_batch_size, accumulation, precision, on_accelerator)
+                if config
+                else asked_plugin(precision, {})
+            )
+            plugins = {"deepspeed_plugin": plugin}
+        return replace(asked, plugins=plugins, accumulation=accumulation)
 
 
-def fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
-    """`split_global_batch` of the recipe, after all refusals that are its own.
+@contextmanager
+def _accelerates_own_refusals() -> Iterator[None]:
+    """What Accelerate says where it cannot take its variables, as one line; they come from its config or from the shell."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise MachineError(
+            f"the settings of the launch must be ones that Accelerate takes, got: {words}; correct them in "
+            f"{config_file() or 'the variables of the launch'}"
+        ) from error
 
-    Raises:
-        MachineError: this launch cannot execute what the recipe says.
-        ConfigError: the global batch does not divide over the processes.
-    """
+
+def _fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
+    """`split_global_batch` of the recipe, after all refusals that are its own."""
     _refuse_other_dtypes(config, asked.strategy, asked.precision)
+    _refuse_a_search_that_hangs(config, asked.strategy)
     if asked.precision == "fp8":
         check_recipe(config)
     _refuse_what_a_cpu_cannot_do(config.distributed, asked.strategy, asked.has_accelerator)
@@ -181,7 +221,9 @@ def fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
             f"data.num_streams must be a multiple of the number of processes {asked.num_processes}, got {config.data.num_streams}; "
             f"nearest: {nearest_multiples(config.data.num_streams, asked.num_processes)}"
         )
-    return split_global_batch(config.training, asked.num_processes)
+    micro_batch_size, accumulation = split_global_batch(config.training, asked.num_processes)
+    _refuse_overwritten_gradients(asked, accumulation)
+    return micro_batch_size, accumulation
 
 
 def needed_extensions(has_accelerator: bool) -> dict[str, bool]:
@@ -230,9 +272,9 @@ def quiet_libraries() -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_silent_single_process() -> None:
-    """Three launches ask for several processes and silently get one; this trace is all that they leave."""
-    if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+def _refuse_silent_single_process(typed: Namespace | None) -> None:
+    """Three launches ask for several processes and silently get one."""
+    if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ and asked_processes(typed) > 1:
         raise MachineError(
             "the launch must start the processes it was asked for, got one process (accelerate starts only one for "
             "MULTI_CPU, for --cpu with --num_processes, and for distributed_type NO); use --config_file "
@@ -253,13 +295,64 @@ def _refuse_restarts_that_hang() -> None:
         )
 
 
-def _refuse_hooks_that_are_lost(strategy: str) -> None:
-    """Accelerate compiles before it shards, and a model compiled as a whole calls no hook that gathers its weights."""
-    compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-    if strategy in ("fsdp2", "hsdp") and compiles and not flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
+def _refuse_what_needs_a_launcher(strategy: str) -> None:
+    """Plain Python starts one process, whatever a variable that was left in the shell asks for."""
+    if strategy in ("single", "ddp") or "WORLD_SIZE" in os.environ:
+        return
+    name = "ACCELERATE_USE_DEEPSPEED" if strategy.startswith("deepspeed") else "ACCELERATE_USE_FSDP"
+    raise MachineError(
+        f"{strategy}, which {name}={os.environ[name]} asks for, must be started by a launcher, got one process without; start it with "
+        f"accelerate launch, or unset {name} if it is left over from another launch"
+    )
+
+
+def _refuse_offloaded_fp16(strategy: str, precision: str) -> None:
+    """The gradient scaler's numbers are copied to the CPU without waiting, and used there at once."""
+    if strategy in ("fsdp2", "hsdp") and precision == "fp16" and flag("FSDP_OFFLOAD_PARAMS"):
         raise MachineError(
-            f"dynamo_use_regional_compilation must be true under {strategy}, got false; set it in dynamo_config, or give "
+            "fsdp_offload_params must be false with fp16, whose scale torch hands to the CPU without waiting for the GPU, got true; use "
+            "training.mixed_precision=bf16, or accelerate_configs/fsdp2.yaml"
+        )
+
+
+def _refuse_debugging_that_crashes(strategy: str, on_accelerator: bool) -> None:
+    """torch (2.13) dies by SIGSEGV when it wraps a model for DDP on gloo."""
+    if strategy == "ddp" and not on_accelerator and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        raise MachineError(
+            "TORCH_DISTRIBUTED_DEBUG must be OFF or INFO under DDP on CPU processes, where torch crashes with DETAIL, got DETAIL; set it "
+            "to INFO"
+        )
+
+
+def _refuse_compilation_that_fails(asked: Asked) -> None:
+    """Models compiled as a whole lose hooks and graphs of the strategy around them."""
+    compiler, shards = asked.compiler, asked.strategy in ("fsdp2", "hsdp")
+    if compiler.backend.value == "NO":
+        return
+    if shards and not compiler.use_regional_compilation:  # Accelerate compiles before it shards
+        raise MachineError(
+            f"dynamo_use_regional_compilation must be true under {asked.strategy}, got false; set it in dynamo_config, or give "
             "--dynamo_use_regional_compilation: each block is compiled, and gathers its own weights"
+        )
+    is_one_graph = asked.strategy == "single" or (asked.strategy == "ddp" and compiler.use_regional_compilation)
+    if compiler.fullgraph and not is_one_graph:
+        raise MachineError(
+            f"dynamo_use_fullgraph must be false under {asked.strategy}, which interrupts the graph to send and receive, got true; set it "
+            "to false in dynamo_config"
+        )
+
+
+def _refuse_overwritten_gradients(asked: Asked, accumulation: int) -> None:
+    """Under CUDA graphs gradients lie in memory that the next micro-batch writes to, while they are still summed up."""
+    compiler = asked.compiler
+    uses_graphs = compiler.backend.value == "CUDAGRAPHS" or (
+        compiler.backend.value == "INDUCTOR" and compiler.mode in ("reduce-overhead", "max-autotune")
+    )
+    if uses_graphs and accumulation > 1:
+        got = compiler.mode if compiler.backend.value == "INDUCTOR" else "the backend CUDAGRAPHS"
+        raise MachineError(
+            f"dynamo_mode must be default or max-autotune-no-cudagraphs with {accumulation} micro-batches in a step, whose gradients CUDA "
+            f"graphs would write over, got {got}; change it, or make training.micro_batch_size a whole share of the global batch"
         )
 
 
@@ -281,9 +374,27 @@ def _refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
         )
 
 
+def _refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
+    if not config.training.find_micro_batch_size or strategy in ("single", "ddp"):
+        return
+    where = f"under {strategy}, where a process that lacks memory leaves the others waiting for its part of the weights"
+    if strategy.startswith("deepspeed"):
+        where = "under DeepSpeed, which is told the size when it is built"
+    raise ConfigError(
+        f"training.find_micro_batch_size must be false {where}, got true; lower training.micro_batch_size yourself"
+    )
+
+
+def asked_precision(by_recipe: str | None) -> str:
+    """The recipe's, else the launch's."""
+    return by_recipe or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+
+
 def _checked_precision(by_recipe: str | None, has_accelerator: bool, strategy: str = "single") -> str:
-    precision = by_recipe or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    precision = asked_precision(by_recipe)
     key = "training.mixed_precision" if by_recipe else "mixed_precision of the launch"
+    if precision not in ("no", "bf16", "fp16", "fp8"):
+        raise MachineError(f"{key} must be no, bf16, fp16 or fp8, got {precision!r}; write one of them")
     if precision in ("fp16", "fp8") and not has_accelerator:
         raise MachineError(
             f"{key} must be bf16 or no on a CPU, got {precision}, which only accelerators execute; use bf16 or no there, or on the command line"

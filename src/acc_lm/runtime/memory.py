@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.config import Config
-from acc_lm.errors import ConfigError, OutOfMemoryError
+from acc_lm.errors import OutOfMemoryError
 from acc_lm.muon import moments
 from acc_lm.runtime.engines import gather_objects
 from acc_lm.runtime.launch import split_global_batch
-from acc_lm.runtime.strategy import asked_strategy, is_deepspeed
+from acc_lm.runtime.strategy import asked_strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,6 +46,8 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if device.type == "cuda":
+            torch.cuda.init()  # whose counters are asked before the model is there
         self.phases: dict[str, float] = {}
         self._between = "before first step"
 
@@ -133,13 +135,7 @@ def fit_micro_batch(
 
     Raises:
         OutOfMemoryError: not even a single row fits.
-        ConfigError: the engine cannot change its micro-batch any more.
     """
-    if is_deepspeed(model):
-        raise ConfigError(
-            "training.find_micro_batch_size must be false under DeepSpeed, which is told the size when it is built, got true; "
-            "lower training.micro_batch_size yourself"
-        )
     lines: list[str] = []
     while True:
         micro, accumulation = split_global_batch(config.training, accelerator.num_processes)

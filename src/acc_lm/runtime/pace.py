@@ -88,10 +88,12 @@ class Pace:
             self._watched = watched(self._standing, self._on_gpu)
             watch_backward(model, self._standing)
             inner = getattr(model, "module", model)
+            # In a model that is compiled as a whole the hooks are compiled too, and an event is one of its graph's then.
+            mark = torch.compiler.disable(self._mark)
             # Before the engine's own, in which the processes may meet.
-            model.register_forward_pre_hook(lambda module, inputs: self._mark("start", "called"), prepend=True)
-            inner.register_forward_pre_hook(lambda module, inputs: self._mark("called", "forward"))
-            inner.register_forward_hook(lambda module, inputs, output: self._mark("forward", "forward_end"))
+            model.register_forward_pre_hook(lambda module, inputs: mark("start", "called"), prepend=True)
+            inner.register_forward_pre_hook(lambda module, inputs: mark("called", "forward"))
+            inner.register_forward_hook(lambda module, inputs, output: mark("forward", "forward_end"))
 
     def __enter__(self) -> Pace:
         self._watched.__enter__()

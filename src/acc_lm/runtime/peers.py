@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -10,9 +11,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
 import torch
@@ -21,6 +24,7 @@ import xxhash
 
 from acc_lm.config import Config, flatten
 from acc_lm.errors import MachineError, WorkerLostError
+from acc_lm.history import newest_checkpoint
 from acc_lm.runtime.engines import gather_objects
 from acc_lm.runtime.identity import library_versions
 
@@ -32,6 +36,14 @@ BROKEN = re.compile(
     re.IGNORECASE,
 )
 LOOK_SECONDS = 2.0
+"""A process that dies may need this long until it can be seen, and one that ends with the others may be seen first."""
+WATCH_SECONDS, BEAT_SECONDS = 1.0, 5.0
+"""Between two looks at processes of this machine, and between two signs of life that machines give each other."""
+SILENT_SECONDS = 120.0
+"""A machine that gives none for this long is lost."""
+
+
+STOPPED = "is stopped (SIGSTOP)"
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,17 @@ class Peer:
 class Peers:
     """Which processes take part, and where this one is, so that a death or a hang is one line that names both.
 
-    Every process makes one, together, before anything is loaded.
+    Every process makes one, together, before anything is loaded. gloo's collectives raise when another process is gone or does
+    not answer. Those of NCCL wait on the device, the main thread sees nothing, and in the end torch aborts: so there a thread
+    looks at the processes of this machine, at signs of life of the others, and at whether the device still gets through its
+    work. What makes it end the run is a process that is gone, a machine that is silent, or work of the device, in which
+    collectives are waited for, that has not been done for `timeout_seconds`. No time on the host counts: compiling,
+    evaluating, saving and reading may take as long as they need.
+
+    As a context it ends with an error that is raised on several processes, each of which then leaves in its own time.
+
+    Args:
+        leave: ends this process from another thread, with the error.
 
     Raises:
         MachineError: processes differ in recipe, code or libraries.
@@ -53,9 +75,17 @@ class Peers:
     current: ClassVar[Peers | None] = None
     """Of this process, as its process group is: an error that nobody expected is explained by it."""
 
-    def __init__(self, accelerator: Accelerator, config: Config) -> None:
-        self._accelerator = accelerator
-        self._limit = config.distributed.step_timeout_seconds
+    def __init__(
+        self, accelerator: Accelerator, config: Config, leave: Callable[[WorkerLostError], None] | None = None
+    ) -> None:
+        self._accelerator, self._leave = accelerator, leave
+        self._limit, self._timeout = config.distributed.step_timeout_seconds, config.distributed.timeout_seconds
+        self._output_dir = Path(config.output_dir)
+        self._over, self._leaving = threading.Event(), threading.Lock()
+        self._gone: tuple[float, dict[int, str]] | None = None
+        """When processes were first seen to be dead, and what became of them."""
+        self._end_of_work: Any = None
+        self._asked = 0.0
         self._phase, self._since, self._is_watched = "starting", time.monotonic(), False
         me = psutil.Process()
         self._peers = gather_objects(accelerator, Peer(platform.node(), me.pid, me.create_time()))
@@ -68,8 +98,21 @@ class Peers:
             }
         )
         Peers.current = self
-        if self._limit is not None:
+        self._looks = leave is not None and len(self._peers) > 1 and not collectives_raise()
+        if self._limit is not None or self._looks:
             threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *more: Any) -> None:
+        if kind is not None:
+            self.stop()
+
+    def stop(self) -> None:
+        """From here on the processes end, each in its own time, and none is missed."""
+        with self._leaving:
+            self._over.set()
 
     def check_same(self, facts: dict[str, str]) -> None:
         """Compare with what the other processes have. Every process calls.
@@ -95,12 +138,15 @@ class Peers:
         self._phase, self._since, self._is_watched = phase, time.monotonic(), is_watched
 
     def _watch(self) -> None:
-        assert self._limit is not None
         main, told = threading.main_thread().ident, None
-        while True:
-            time.sleep(min(1.0, self._limit / 4))
+        machines = Machines(self._peers, self._accelerator.process_index) if self._looks else None
+        while not self._over.wait(min(WATCH_SECONDS, (self._limit or 4.0) / 4)):
+            if machines is not None and (error := self._lost(machines)) is not None:
+                with self._leaving:
+                    if not self._over.is_set() and self._leave is not None:
+                        self._leave(error)
             since, waited = self._since, time.monotonic() - self._since
-            if self._is_watched and waited > self._limit and told != since:
+            if self._limit is not None and self._is_watched and waited > self._limit and told != since:
                 told = since
                 stack = traceback.format_stack(sys._current_frames()[main])[-8:] if main else []
                 print(
@@ -109,7 +155,29 @@ class Peers:
                     flush=True,
                 )
 
-    def explain(self, error: Exception, last_checkpoint: Path | None) -> WorkerLostError | None:
+    def _lost(self, machines: Machines) -> WorkerLostError | None:
+        """The error to leave with when a process is gone or does not answer; None while all is well."""
+        now, states = time.monotonic(), self._states()
+        died = {rank: state for rank, state in states.items() if state != STOPPED}
+        self._gone = (self._gone or (now, died)) if died else None
+        if self._gone is not None and now - self._gone[0] >= LOOK_SECONDS:
+            return self._error(self._gone[1], "")
+        if silent := machines.silent(min(SILENT_SECONDS, self._timeout)):
+            return self._error(
+                {
+                    rank: f"has not answered ({peer.host})"
+                    for rank, peer in enumerate(self._peers)
+                    if peer.host in silent
+                },
+                "",
+            )
+        if self._end_of_work is None or self._end_of_work.query():
+            self._end_of_work, self._asked = end_of_work(self._accelerator.device), now
+        if self._end_of_work is not None and now - self._asked > self._timeout:
+            return self._error(states, f"for {now - self._asked:.0f} s")
+        return None
+
+    def explain(self, error: Exception) -> WorkerLostError | None:
         """The error that a broken connection between processes stands for; None when it is another error."""
         kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
         if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
@@ -121,11 +189,21 @@ class Peers:
         while not states and time.monotonic() < end:  # it may still be dying
             time.sleep(0.02)
             states = self._states()
+        return self._error(states, " ".join(str(error).split())[:120])
+
+    def _error(self, states: dict[int, str], words: str) -> WorkerLostError:
+        """In words.
+
+        Args:
+            states: what became of processes.
+            words: what else is known, where they all are alive.
+        """
         got = ", ".join(f"process {rank} {state}" for rank, state in states.items())
         if not got:
             others = {peer.host for peer in self._peers} - {platform.node()}
             where = "on this machine" if others else "of them"
-            got = f"no answer from one, and all {where} are alive ({' '.join(str(error).split())[:120]})"
+            got = f"no answer from one, and all {where} are alive ({words})"
+        last_checkpoint = newest_checkpoint(self._output_dir)
         speaker = min((rank for rank in range(len(self._peers)) if rank not in states), default=0)
         return WorkerLostError(
             f"every process must take part, got: {got}, while process {self._accelerator.process_index} was in {self._phase}; "
@@ -147,8 +225,57 @@ class Peers:
             if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 states[rank] = f"died{_how(peer.pid)}"
             elif status == psutil.STATUS_STOPPED:
-                states[rank] = "is stopped (SIGSTOP)"
+                states[rank] = STOPPED
         return states
+
+
+class Machines:
+    """Signs of life of the machines of a run, in the store in which its processes met; of each the first process gives and reads them."""
+
+    def __init__(self, peers: Sequence[Peer], process: int) -> None:
+        firsts: dict[str, int] = {}
+        for rank, peer in enumerate(peers):
+            firsts.setdefault(peer.host, rank)
+        self._is_first = len(firsts) > 1 and process in firsts.values()
+        self._host = peers[process].host
+        attempt = f"{peers[0].pid}-{peers[0].started}"  # a launcher's store outlives it
+        self._keys = {host: f"acc_lm/{attempt}/{host}" for host in firsts}
+        now = time.monotonic()
+        self._heard = dict.fromkeys(firsts, (0, now))
+        """The number of signs that each has given, and when the last one was seen."""
+        self._last = 0.0
+        self._store: Any = None
+
+    def silent(self, limit: float) -> list[str]:
+        """Give a sign if it is time, and return the other machines that have given none for so long, in seconds."""
+        now = time.monotonic()
+        if not self._is_first or now - self._last < BEAT_SECONDS:
+            return []
+        self._last = now
+        with contextlib.suppress(RuntimeError):  # nothing is heard of a machine that the store is on and gone with
+            if self._store is None:
+                address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=BEAT_SECONDS))  # type: ignore[attr-defined]
+            for host, key in self._keys.items():
+                count = self._store.add(key, int(host == self._host))
+                if count != self._heard[host][0]:
+                    self._heard[host] = count, now
+        return [host for host, (_, heard) in self._heard.items() if host != self._host and now - heard > limit]
+
+
+def collectives_raise() -> bool:
+    """Whether a collective of the process group raises in Python when another process is gone or does not answer."""
+    return dist.get_backend() == "gloo"
+
+
+def end_of_work(device: torch.device) -> Any:
+    """An event that the device passes when it has done what it was asked for so far; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.set_device(device)  # for this thread
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _how(pid: int) -> str:

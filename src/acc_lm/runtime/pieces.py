@@ -217,8 +217,10 @@ def _state_tensors(optimizer: Any) -> tuple[Any, list[Tensor]]:
 def count_updates(optimizer: Any) -> int:
     """Updates that the optimizer has made, which its bias correction depends on."""
     inner, tensors = _state_tensors(optimizer)
-    counts = {int(float(inner.state[t]["step"])) for t in tensors if t in inner.state and "step" in inner.state[t]}
-    return counts.pop() if counts else 0
+    steps = [inner.state[t]["step"] for t in tensors if t in inner.state and "step" in inner.state[t]]
+    if steps and isinstance(steps[0], Tensor):  # one wait for the device, and not one for each
+        steps = torch.stack(steps).tolist()
+    return int(max(steps, default=0))
 
 
 def start_state(optimizer: Any, num_updates: int) -> None:

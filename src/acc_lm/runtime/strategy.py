@@ -4,10 +4,44 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import nn
 
 from acc_lm.errors import MachineError
 from acc_lm.runtime.deepspeed import deepspeed_config
+
+
+def world_size() -> int:
+    """Number of processes that the launcher started, by its variables; those of another launch are removed.
+
+    Raises:
+        MachineError: the variables cannot be those of one launcher.
+    """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdigit():
+            raise MachineError(
+                f"{name} must be a whole number, as launchers set it, got {os.environ[name]!r}; unset it (env -u {name}), or start "
+                "with accelerate launch"
+            )
+    if "WORLD_SIZE" not in os.environ:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0")
+    if size > 1 and "RANK" not in os.environ:
+        raise MachineError(
+            f"RANK must be set next to WORLD_SIZE={size}, as every launcher does, got none; start the processes with accelerate launch "
+            "or torchrun, or unset WORLD_SIZE if it is left over from another launch"
+        )
+    if int(rank) >= size:
+        raise MachineError(
+            f"RANK must be below WORLD_SIZE={size}, got {rank}; unset both if they are left over from another launch"
+        )
+    return size
+
+
+def has_accelerator() -> bool:
+    """Whether this launch runs on accelerators."""
+    return torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
 
 
 def asked_strategy() -> str:
@@ -25,8 +59,8 @@ def asked_strategy() -> str:
         stage = deepspeed_config().get("zero_optimization", {}).get("stage", 0)
         if stage not in (1, 2, 3):
             raise MachineError(
-                f"the ZeRO stage of the Accelerate config must be 1, 2 or 3, got {stage}, which shards nothing; "
-                "use accelerate_configs/ddp.yaml"
+                f"the ZeRO stage of the Accelerate config must be 1, 2 or 3, got {stage!r}"
+                f"{', which shards nothing; use accelerate_configs/ddp.yaml' if stage == 0 else '; write one of these numbers'}"
             )
         return f"deepspeed_zero{stage}"
     sizes = {
@@ -51,7 +85,9 @@ def asked_strategy() -> str:
         raise MachineError(
             f"a parallelism_config must come with use_fsdp, got sizes {sizes} without; use accelerate_configs/hsdp.yaml"
         )
-    return "ddp" if "WORLD_SIZE" in os.environ else "single"  # torchrun's one process is wrapped too
+    # Accelerate wraps the only process of torchrun on a CPU, and not on a GPU.
+    wraps_one = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ and not has_accelerator()
+    return "ddp" if wraps_one or os.environ.get("WORLD_SIZE", "1") != "1" else "single"
 
 
 def flag(name: str) -> bool:

@@ -61,6 +61,11 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.calls: list[Collective] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, else torch runs nothing compiled while this is entered: the counted step would need the memory of an eager one."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):

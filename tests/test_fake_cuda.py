@@ -1,0 +1,45 @@
+"""The branches for a GPU, without one: fake_cuda.py runs train.py on tensors that only pretend to be there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from processes import ROOT
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for what a CPU build of torch lacks"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, for test_gpu.py"),
+]
+RUNS = {
+    "bf16": ["training.mixed_precision=bf16"],
+    "fp32": ["training.mixed_precision=no"],
+    "fp16": ["training.mixed_precision=fp16"],
+    "muon, saved in the background": ["training.mixed_precision=bf16", "optimizer.name=muon", "checkpoint.asynchronous=true"],
+    "packed rows": ["training.mixed_precision=bf16", "data.attend_across_documents=false"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "bf16" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: str) -> None:
+    command = [sys.executable, str(ROOT / "tests/fake_cuda.py"), *RUNS[name]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.returncode == 0, run.stdout
+    lines = re.findall(r"^ +\d+ (?:step|other) .*", run.stdout, re.M)
+    print(*lines, sep="\n")
+    assert any("other WAIT tolist()" in line and "divergence.py" in line for line in lines), "the trap must work"
+    assert not [line for line in lines if " step " in line or "PAGEABLE" in line or "SLOW" in line]
+    saves = [
+        line.split()[0] for line in lines if "_take_snapshot" in line or "count_updates" in line or " keep" in line
+    ]
+    assert saves == ["1", "1"], (
+        "the host waits once for all tensors of a checkpoint, and once for the counts of updates"
+    )
