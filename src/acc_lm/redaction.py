@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 
 HIDDEN = "***"
 _WORDS = r"api[_-]?key|secret|passw(?:or)?d|credential|(?:access|private)[_-]?key"
@@ -40,6 +42,13 @@ def redact_words(words: list[str]) -> list[str]:
         HIDDEN if option.startswith("--") and is_secret(option) else redact(word)
         for option, word in zip(before, words, strict=False)
     ]
+
+
+def print_anything() -> None:
+    """Let stdout and stderr spell out a character that the terminal's encoding lacks, instead of ending the run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str, keep: str = "") -> str:
