@@ -322,23 +322,6 @@ def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
     return hash_text(repr((*parts, plan.format if plan else "text")))
 
 
-def check_files(config: DataConfig) -> None:
-    """Look for every file that a recipe names, before any of them is read.
-
-    Raises:
-        DataError: one is not there, or empty.
-    """
-    for source in config.mixture:
-        with _naming(source.title):
-            check_files(_config_of(source, config))
-    if config.source == "files" and not config.mixture:
-        find_files(config.files, "data.files")
-        if config.eval_files:
-            find_files(config.eval_files, "data.eval_files")
-    for name, files in config.evaluation_sets.items():
-        find_files(files, f"data.evaluation_sets.{name}")
-
-
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return hash_text(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}")  # type: ignore[attr-defined]
 
