@@ -688,7 +688,6 @@ def test_overrides_stand_anywhere_among_the_options(verb: str, monkeypatch: pyte
         (["generate", "HERE", "--prompt", "a\udcff"], "--prompt must be UTF-8, got 'a\\udcff'"),
         (["generate", "HERE", "--seed", "9" * 20], "--seed must be a number of 64 bits, got 99999999999999999999"),
         (["generate", "HERE", "--temperature", "nan"], "--temperature must be 0 or more, and finite, got nan"),
-        (["doctor", "a=1"], "overrides must come with --config and --config_file, got a=1"),
         (["keep-going", "--pause", "nan", "--", "x"], "--pause must be 0 or more, got nan"),
     ],
 )
