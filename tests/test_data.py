@@ -370,7 +370,7 @@ def test_every_bad_record_is_refused_or_counted_as_the_recipe_says(tmp_path: Pat
     assert skipped.count == len(bad)
 
 
-@pytest.mark.parametrize("key", ["dataset_config", "dataset_split", "eval_split", "synthetic_tokens", "text_column"])
+@pytest.mark.parametrize("key", ["dataset_config", "dataset_split", "eval_split", "synthetic_tokens"])
 def test_a_key_of_another_source_is_refused(key: str, text_file: Path) -> None:
     values: dict[str, Any] = {"source": "python_stdlib", key: 5000 if key == "synthetic_tokens" else "other"}
     with pytest.raises(
@@ -472,7 +472,8 @@ def test_a_long_document_has_one_beginning_for_a_tokenizer_that_marks_it(tmp_pat
 def test_ids_above_16_bits_are_kept_whole_in_a_vocabulary_with_holes(how: str, tmp_path: Path) -> None:
     assert [id_dtype(size) for size in (65536, 65537)] == [np.uint16, np.uint32]
     tokenizer = prefixing_tokenizer(_red=70_000, _green=70_001, _blue=2, red=5)
-    file, config = tmp_path / "x.jsonl", {"source": "files", "sequence_length": 4}
+    length = 16 if how == "conversations" else 4
+    file, config = tmp_path / "x.jsonl", {"source": "files", "sequence_length": length}
     if how == "conversations":
         tokenizer.chat_template = (
             "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}"

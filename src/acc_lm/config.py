@@ -239,7 +239,7 @@ class SourceConfig(Section):
 
 KEYS_OF_SOURCES = {
     "dataset_config": ("hub",), "dataset_split": ("hub",), "eval_split": ("hub",), "synthetic_tokens": ("synthetic",),
-    "text_column": ("files", "hub", "mixture"), "skip_bad_rows": ("files", "hub", "mixture"),
+    "skip_bad_rows": ("files", "hub", "mixture"),
 }  # fmt: skip
 """Keys of `data` that other sources would not read."""
 
