@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from acc_lm import conversations
 from acc_lm.cache import cache_folder, flush, make_once, read_facts, write_facts
 from acc_lm.chat import DAY, ItemCounts, check, describe
 from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
@@ -667,7 +668,10 @@ def _shared_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Made from the training text of every source, once each, whatever their shares."""
     corpora = [open_corpus(part, seed, plan.read if plan else None) for part, plan in zip(configs, plans, strict=True)]
-    columns = [(part.text_column, plan.format if plan else "text") for part, plan in zip(configs, plans, strict=True)]
+    columns = [
+        (part.text_column, f"{plan.format} {conversations.FORMAT}" if plan else "text")
+        for part, plan in zip(configs, plans, strict=True)
+    ]
     parts = (FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)
     key = hash_text(repr((parts, tokenizer_config.model_dump_json(), config.skip_bad_rows)))
 
