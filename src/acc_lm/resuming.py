@@ -231,7 +231,7 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
             ),
             f"there is no checkpoint of it to go on from; {ways}",
         )
-    return f"already complete: step {summary.get('step')}, exported to {final}; its checkpoints are gone, and nothing was changed"
+    return f"already complete: step {summary['exported_step']}, exported to {final}; its checkpoints are gone, and nothing was changed"
 
 
 def begin(
