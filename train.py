@@ -68,9 +68,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     found = retention.Found(None)
     if mode != Mode.DRY_RUN:
         found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint)
-    if mode == Mode.TRAIN and (line := resuming.already_complete(accelerator, output_dir, config)):
-        say(line)
-        runtime.close(accelerator)
+    if mode == Mode.TRAIN and resuming.is_complete(accelerator, output_dir, config):
         return 0
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")

@@ -320,6 +320,10 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path,
     )
     with pytest.raises(CheckpointError, match="seed was 7, is 8"):
         start("seed=8")
+    recipe = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(recipe.replace("chat_template_date: null", "chat_template_date: '2026-07-26'"))
+    assert (run / "config.yaml").read_text() != recipe
+    assert "already complete" in str(start()), "the date of a chat is that of the run"
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume was 'auto', is '/elsewhere'"):
         start("checkpoint.resume=/elsewhere")
     with pytest.raises(ConfigError, match=r"checkpoint\.resume must be auto for .* holds a finished run, got never"):
