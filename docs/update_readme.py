@@ -33,7 +33,10 @@ def training_block(output: str) -> str:
 
 def recipe_table() -> str:
     """A row for each recipe, from what its header says."""
-    rows = ["| recipe (what) | | hardware | memory of each GPU or process |", "|---|---|---|---|"]
+    rows = [
+        "| recipe (what) | | hardware | memory of each process, measured, or of each GPU, estimated |",
+        "|---|---|---|---|",
+    ]
     for file in sorted((ROOT / "recipes").glob("*.yaml"), key=lambda file: (file.stem != "quickstart", file.stem)):
         lines = [line[2:] for line in file.read_text().splitlines() if line.startswith("# ")]
         text = " ".join(lines[1:])

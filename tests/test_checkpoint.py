@@ -595,3 +595,14 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
 
     (differences,) = run_everywhere(run)
     assert all(difference > 1e-4 for difference in differences.values()), differences
+
+
+def test_a_buffer_without_dimensions_is_read_again(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from acc_lm.checkpoint import read_tensors
+
+    pieces = json.dumps({"shapes": {}, "starts": {}})
+    save_file({"buffer/scale": torch.tensor(3.0)}, tmp_path / "tensors-0.safetensors", {"pieces": pieces})
+    ((name, value),) = read_tensors(tmp_path)
+    assert (name, value.shape, value.item()) == ("buffer/scale", (), 3.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT
 
+from acc_lm import cli
 from acc_lm.cli.arguments import parse_train_arguments
 from acc_lm.recipe import load_config
 
@@ -17,14 +18,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of all code blocks, and inline code, that call a program of ours."""
+    """The lines of all code blocks that call a program of ours."""
     text = page.read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
     return [
         line.split("  #")[0].strip()
         for line in lines
-        if re.match(r"(accelerate|torchrun|python|make|acc-lm|\.venv)", line)
+        if re.match(r"(accelerate|torchrun|python|make|acc-lm|sbatch|\.venv)", line)
     ]
 
 
@@ -39,36 +40,56 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("README.md", 10), ("docs/adapters.md", 3)])
-def test_the_commands_of_a_page_are_taken(page: str, at_least: int) -> None:
-    found = commands(ROOT / page)
-    assert len(found) >= at_least
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in found:
-        program, *words = shlex.split(command)
-        if program == "make":
-            assert words[0] in targets, command
-        elif "train.py" in words:
-            launcher, arguments = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
-            for word in launcher:
-                assert not word.endswith(".yaml") or (ROOT / word).is_file(), command
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "slurm/README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb in [
+        name for name in vars(cli) if callable(getattr(cli, name)) and re.fullmatch(r"_[a-z]+(_[a-z]+)*", name)
+    ]:
+        monkeypatch.setattr(cli, verb, lambda known: 0)  # everything is done but the work
+    monkeypatch.chdir(ROOT)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in commands(page):
+        words = shlex.split(command)
+        launcher, arguments = take_launcher(words)
+        for word in launcher:
+            assert not word.endswith(".yaml") or (ROOT / word).is_file(), command
+        if words[0] == "make":
+            assert words[1] in targets, command
+        elif arguments[0].endswith("acc-lm"):
+            assert cli.main(arguments[1:]) == 0, command
+            if "--" in arguments:
+                take_launcher(arguments[arguments.index("--") + 1 :])
+        elif Path(arguments[0]).name in ("train.py", "train.sbatch"):
             if "--help" not in arguments:
-                arguments = [
-                    str(ROOT / word) if word.endswith(".yaml") and "=" not in word else word for word in arguments
-                ]
-                parse_train_arguments(arguments, ROOT / "recipes/quickstart.yaml")
+                parse_train_arguments(arguments[1:], ROOT / "recipes/quickstart.yaml")
         else:
-            assert program.endswith("acc-lm"), command
-            assert words[0] in (
-                "generate",
-                "evaluate",
-                "export",
-                "parity",
-                "scaling",
-                "bench-comm",
-                "doctor",
-                "keep-going",
-            ), command
+            assert (ROOT / arguments[0]).is_file(), command
+
+
+def take_launcher(words: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher with its options, as its own parser takes them, and what it starts with the arguments for that."""
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    if words[:2] == ["accelerate", "launch"] or words[0] == "torchrun":
+        parser, given = (
+            (get_args_parser(), words[1:]) if words[0] == "torchrun" else (launch_command_parser(), words[2:])
+        )
+        known = parser.parse_args(given)
+        started = [known.training_script, *known.training_script_args]
+        name = {"acc_lm.cli": "acc-lm"}.get(started[0], started[0])
+        return words[: len(words) - len(started)], [name, *started[1:]]
+    if words[0] == "sbatch":
+        first = words.index("slurm/train.sbatch")
+        return words[:first], words[first:]
+    return ([words[0]], words[1:]) if words[0].startswith("python") else ([], words)
+
+
+@pytest.mark.parametrize(
+    ("page", "at_least"), [("README.md", 15), ("docs/labs/alpaca_deepspeed.md", 15), ("slurm/README.md", 1)]
+)
+def test_the_commands_of_a_page_are_found(page: str, at_least: int) -> None:
+    assert len(commands(ROOT / page)) >= at_least
 
 
 def test_the_table_names_every_recipe_and_config() -> None:

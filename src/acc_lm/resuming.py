@@ -108,8 +108,13 @@ def origin_of(tokenizer: PreTrainedTokenizerBase, base: str) -> dict[str, str]:
     return {"base_weights": base, "vocabulary": xxhash.xxh3_128_hexdigest(repr((ids, tokenizer.eos_token_id)).encode())}
 
 
-def check_same_origin(checkpoint: Checkpoint, config: Config, data_key: str, origin: dict[str, str]) -> None:
+def check_same_origin(
+    checkpoint: Checkpoint, config: Config, data_key: str, origin: dict[str, str], former_key: str | None = None
+) -> None:
     """Refuse a checkpoint that was trained on other rows, with other ids, or from another base model.
+
+    Args:
+        former_key: what an earlier version called the same rows; None when it had others.
 
     Raises:
         CheckpointError: with the ways out.
@@ -121,7 +126,7 @@ def check_same_origin(checkpoint: Checkpoint, config: Config, data_key: str, ori
         )
     if config.checkpoint.allow_changed_recipe:
         return
-    if state["data_key"] != data_key:
+    if state["data_key"] not in (data_key, former_key):
         raise CheckpointError(
             f"{checkpoint.folder} must have been trained on this text, got other text (its content or its tokenizer changed); "
             f"{other}, or checkpoint.allow_changed_recipe=true"
