@@ -105,7 +105,7 @@ def without_raising(device_works: bool = True) -> None:
     from acc_lm.runtime import peers
 
     peers.collectives_raise = lambda: False
-    peers.LOOK_SECONDS = peers.WATCH_SECONDS = peers.BEAT_SECONDS = 0.2
+    peers.LOOK_SECONDS, peers.WATCH_SECONDS, peers.BEAT_SECONDS = 0.5, 0.1, 0.2
     peers.end_of_work = lambda device: SimpleNamespace(query=lambda: device_works)
 
 
@@ -226,10 +226,10 @@ def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny
 
         def close(accelerator: Any) -> None:
             closed(accelerator)
-            time.sleep(1.0 if rank == 0 else 0.0)
+            time.sleep(1.5 if rank == 0 else 0.0)
 
         without_raising()
-        errors.LAUNCHER_SECONDS = 1.0
+        errors.LAUNCHER_SECONDS = 1.5
         original, Peers.__init__ = Peers.__init__, begin  # type: ignore[method-assign]
         closed, runtime.close = runtime.close, close
         for place in ("acc_lm.step.train_step", "acc_lm.evaluation.evaluate_all", "acc_lm.saving._write_checkpoint"):
