@@ -68,9 +68,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     found = retention.Found(None)
     if mode != Mode.DRY_RUN:
         found = retention.find_checkpoint(accelerator, output_dir, config.checkpoint)
-    if mode == Mode.TRAIN and (line := resuming.already_complete(accelerator, output_dir, config)):
-        say(line)
-        runtime.close(accelerator)
+    if mode == Mode.TRAIN and resuming.is_complete(accelerator, output_dir, config):
         return 0
     if mode == Mode.EVAL_ONLY and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")
@@ -97,12 +95,11 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
     learning_rate_at = build_schedule(config.schedule, config.optimizer, num_steps, order.global_batch_size, lag)
 
     # Model and optimizer, spread over the hardware by `prepare`
-    tokenizer = data.tokenizer
     runs_on = config.adapter, data.packs, accelerator.device.type
     model, model_facts = runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, length, config.seed, *runs_on),
-        lambda facts: build_empty_model(config.model, tokenizer, length, facts, *runs_on),
+        lambda: build_model(config.model, data.tokenizer, length, config.seed, *runs_on),
+        lambda facts: build_empty_model(config.model, data.tokenizer, length, facts, *runs_on),
     )
     memory.note("model built")
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
@@ -115,7 +112,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
 
     progress, resumed_from, origin = Progress(), None, resuming.origin_of(data.tokenizer, model_facts.base)
     if found.checkpoint:
-        resuming.check_same_origin(found.checkpoint, config, data.key, origin)
+        resuming.check_same_origin(found.checkpoint, config, data.key, origin, data.former_key)
         progress = load_checkpoint(accelerator, found.checkpoint, model, optimizer)
         resumed_from = found.checkpoint.folder
         notes.append(f"resumed from {resumed_from} at step {progress.step} ({found.checked})")
@@ -137,7 +134,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         try_everything(accelerator, model, optimizer, data, order, config, model_facts.router)
         runtime.close(accelerator)
         return 0
-    micro_batch_size, _ = runtime.split_global_batch(training, accelerator.num_processes)
+    micro_batch_size = runtime.split_global_batch(training, accelerator.num_processes)[0]
     bar = Bar(num_steps, progress.step, enabled=is_main)
 
     def evaluate() -> Evaluation:
@@ -191,8 +188,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
         data.train, micro_batches, config.data.num_workers, pin_memory=accelerator.device.type == "cuda"
     )
     saver = Saver(accelerator, output_dir, config, data.key, found, stop_request)
-    result, stop = None, None
-    started = time.monotonic()
+    started, result, stop = time.monotonic(), None, None
     streams = found.checkpoint.state.get("streams") if found.checkpoint else None
     reading = data.reading(order, progress.step, streams, accelerator.process_index, accelerator.num_processes)
     with stop_request.saving(accelerator, config.distributed.timeout_seconds), saver, reading, speed, peers:
@@ -220,9 +216,9 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
             result = None
 
             if due.logs(step):
-                loss = watch.look(step)
+                sources = data.by_source(order, progress.samples_seen)
                 metrics = {
-                    "train/loss": loss,
+                    "train/loss": watch.look(step),
                     "train/grad_norm": float(outcome.grad_norm),
                     "train/learning_rate": learning_rate,
                     "train/epoch": order.epochs_at(progress.samples_seen),
@@ -230,10 +226,7 @@ def train(config: Config, stop_request: StopRequest, mode: Mode = Mode.TRAIN) ->
                     **speed.metrics(progress.tokens),
                     "train/skipped_steps": float(watch.num_skipped),
                     **(outcome.router_loss.metrics() if outcome.router_loss else {}),
-                    **{
-                        f"train/tokens/{k}": v["tokens"]
-                        for k, v in data.by_source(order, progress.samples_seen).items()
-                    },
+                    **{f"train/tokens/{name}": float(source["tokens"]) for name, source in sources.items()},
                 }
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others
                 if is_main:

@@ -119,7 +119,8 @@ class Launch:
             for name in list(os.environ):
                 if LAUNCH_VARIABLES.match(name):
                     del os.environ[name]
-            if world > 1:
+            needs_launcher = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(environment)
+            if world > 1 or needs_launcher:  # torchrun's
                 os.environ |= {
                     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",

@@ -450,6 +450,24 @@ def test_a_base_in_16_bits_has_an_adapter_in_32(bases: Bases, tmp_path: Path) ->
     assert loaded.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
 
 
+def test_an_adapter_is_added_to_a_base_in_16_bits_without_rounding(bases: Bases, tmp_path: Path) -> None:
+    """An update too small for 16 bits is in the merged weights, which are in 32."""
+    from acc_lm.export import merge
+
+    model, facts = build(bases, AdapterConfig(kind="lora"), dtype="bfloat16")
+    weights = {name: torch.full_like(p, 1e-3) for name, p in model.named_parameters() if p.requires_grad}
+    section = ModelConfig(name_or_path=str(bases["llama"]), dtype="bfloat16")
+    settings = model.peft_config["default"]
+    save_adapter(tmp_path / "final", weights, settings, section, facts.base)
+    AutoTokenizer.from_pretrained(bases["llama"]).save_pretrained(tmp_path / "final")
+    merge(tmp_path / "final", tmp_path / "merged")
+    name = "model.layers.0.mlp.up_proj"
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.bfloat16).get_parameter(f"{name}.weight")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").get_parameter(f"{name}.weight")
+    update = settings.lora_alpha / settings.r * settings.r * 1e-3**2
+    assert torch.allclose(merged - base.float(), torch.full_like(merged, update), rtol=1e-2)
+
+
 @pytest.mark.parametrize(("model", "pattern", "frozen"), [
     ("llama", "model.embed_tokens.*", {"model.embed_tokens.weight"}),
     ("gpt2", "lm_head.weight", {"transformer.wte.weight"}),  # tied: one tensor under two names

@@ -516,6 +516,29 @@ def test_parity_by_real_launches(
     assert "NOT within the tolerance" in capsys.readouterr().out
 
 
+def test_parity_sees_a_launch_that_learned_from_other_rows(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However equal its figures are."""
+    from acc_lm.cli import main, parity
+
+    def launch(script: list[str], file: Path | None, num_processes: int, *more: object, **named: object) -> None:
+        folder = Path(script[-1].removeprefix("output_dir="))
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict.fromkeys(TOLERANCE["no"], 2.0)}) + "\n")
+        environment = {"num_processes": num_processes, "strategy": "ddp", "engine": "Model"}
+        (folder / "environment.json").write_text(json.dumps(environment))
+        (folder / "summary.json").write_text(json.dumps({"ledger": str(num_processes // 3), "peak_memory_gb": [1.0]}))
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(parity, "launch", launch)
+    arguments = ["parity", "--config", str(tiny_recipe), "--cases"]
+    assert main([*arguments, "single:1,ddp:2"]) == 0
+    assert "OTHER ROWS" not in capsys.readouterr().out
+    assert main([*arguments, "single:1,ddp:3"]) == 1
+    assert "OTHER ROWS" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("cases", "text"), [
     ("nothing:2", "--cases must name Accelerate configs, got nothing"), ("ddp", "--cases must be written NAME:PROCESSES, got ddp"),
 ])  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +319,48 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
     resuming.begin(tmp_path / "evaluated", Found(None), None, None, None, trains=False)
     history.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
     summary.check_output_dir(tmp_path / "evaluated")
+
+
+def test_a_number_that_is_not_finite_is_null_in_every_record(tmp_path: Path) -> None:
+    """JSON has no NaN: other readers of metrics.jsonl and summary.json would stop there."""
+
+    def never(name: str) -> None:
+        raise AssertionError(f"{name} in a record")
+
+    history.append(tmp_path, 1, {"eval/loss": 2.0})
+    history.append(tmp_path, 2, {"eval/loss": math.nan, "eval/perplexity": math.inf})
+    history.keep_until(tmp_path, 2)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line, parse_constant=never)["eval/loss"] for line in text.splitlines()] == [2.0, None]
+    assert history.best(history.read(tmp_path), "eval/loss") == {"metric": "eval/loss", "value": 2.0, "step": 1}
+    known = history.evaluation_at(tmp_path, 2, "eval/loss")
+    assert known is not None
+    assert math.isnan(known["eval/loss"]), "it was evaluated, and is not to be again"
+    summary.write_summary(tmp_path, status="completed", exit_code=0, bits_per_byte={"model": math.nan})
+    written = json.loads((tmp_path / "summary.json").read_text(), parse_constant=never)
+    assert written["bits_per_byte"] == {"model": None}
+
+
+def test_a_terminal_without_some_letters_ends_no_run(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
+    """A Latin-1 locale, or PYTHONIOENCODING=ascii, with letters of others in paths and texts."""
+    (tmp_path / "日本.txt").write_text("\n".join(words), encoding="utf-8")
+
+    def run() -> int:
+        import locale
+
+        import train
+
+        locale.setlocale(locale.LC_CTYPE, "C")
+        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), encoding="ascii", write_through=True)
+        return train.main(
+            [*tiny, f"data.files={tmp_path}/日本.txt", f"output_dir={tmp_path}/é", "export.sample_tokens=4"]
+        )
+
+    finished = Launch(run).wait()
+    assert finished.code == 0, finished.output
+    assert "/\\xe9" in finished.output
+    assert "日本" in (tmp_path / "é/config.yaml").read_text(encoding="utf-8")
+    assert "日本" in (tmp_path / "é/final/README.md").read_text(encoding="utf-8")
 
 
 def test_an_unexpected_error_keeps_its_traceback_and_is_noted(

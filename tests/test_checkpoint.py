@@ -320,6 +320,10 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path,
     )
     with pytest.raises(CheckpointError, match="seed was 7, is 8"):
         start("seed=8")
+    recipe = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(recipe.replace("chat_template_date: null", "chat_template_date: '2026-07-26'"))
+    assert (run / "config.yaml").read_text() != recipe
+    assert "already complete" in str(start()), "the date of a chat is that of the run"
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume was 'auto', is '/elsewhere'"):
         start("checkpoint.resume=/elsewhere")
     with pytest.raises(ConfigError, match=r"checkpoint\.resume must be auto for .* holds a finished run, got never"):
@@ -595,3 +599,14 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
 
     (differences,) = run_everywhere(run)
     assert all(difference > 1e-4 for difference in differences.values()), differences
+
+
+def test_a_buffer_without_dimensions_is_read_again(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from acc_lm.checkpoint import read_tensors
+
+    pieces = json.dumps({"shapes": {}, "starts": {}})
+    save_file({"buffer/scale": torch.tensor(3.0)}, tmp_path / "tensors-0.safetensors", {"pieces": pieces})
+    ((name, value),) = read_tensors(tmp_path)
+    assert (name, value.shape, value.item()) == ("buffer/scale", (), 3.0)

@@ -137,6 +137,15 @@ LINES = [
 
 
 @pytest.mark.parametrize(("override", "key", "says"), LINES, ids=[line[0] for line in LINES])
+def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, key: str, says: str) -> None:
+    found = problems(override)
+    assert len(found) == 1, found
+    assert found[0].startswith(f"command line: {key}") or (found[0].startswith(str(QUICKSTART)) and key in found[0])
+    assert says in found[0]
+    assert "\n" not in found[0]
+    assert "; " in found[0], "what to change"
+
+
 def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_path: Path) -> None:
     """Every published config.json of Qwen3's mixture of experts has a head_dim, and its config class none."""
     taken = {"model_type": "qwen3_moe", "head_dim": 8, "hidden_size": 16}
@@ -149,15 +158,6 @@ def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_pa
         ("llama", "kv_head_dim"),
     ):
         assert [key for key, _ in model_config_problems({"model_type": model_type, field: 1})] == [field]
-
-
-def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, key: str, says: str) -> None:
-    found = problems(override)
-    assert len(found) == 1, found
-    assert found[0].startswith(f"command line: {key}") or (found[0].startswith(str(QUICKSTART)) and key in found[0])
-    assert says in found[0]
-    assert "\n" not in found[0]
-    assert "; " in found[0], "what to change"
 
 
 def test_what_a_command_makes_necessary_is_asked_of_the_command() -> None:

@@ -443,7 +443,8 @@ ODD = {
     "a date that is none": ([record_of("messages", "a", "b")] * 2, ["data.chat_template_date=tomorrow"], 2, "data.chat_template_date must be a date as YYYY-MM-DD, got 'tomorrow'"),
     "a date without a clock": ([record_of("messages", str(i), "b") for i in range(60)], ["data.chat_template_date=2020-02-03"], 2, "data.chat_template_date must be null for a chat template that reads no clock, got 2020-02-03; leave it out"),
     "a template that is not there": ([record_of("messages", "a", "b")] * 2, ["data.chat_template=none.jinja"], 2, "data.chat_template must be a template file"),
-    "a template that cannot": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], ["data.chat_template={folder}/odd.jinja"], 2, "odd.jinja:2"),
+    "a template that cannot": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], ["data.chat_template={folder}/odd.jinja", "data.eval_fraction=0.5"], 2, "odd.jinja:2"),
+    "too long to hold out": ([record_of("messages", "a", "b"), record_of("messages", "c", "d")], [], 3, "data.eval_fraction must be at least 0.25"),
     "too few": ([record_of("messages", str(i), "b") for i in range(4)], [], 3, "must fill training.global_batch_size 6 rows"),
 }  # fmt: skip
 

@@ -70,7 +70,4 @@ def test_how_it_was_trained_does_not_matter_but_what_it_is_does(tiny: list[str],
 
 def test_with_nothing_to_evaluate_it_says_so(tiny: list[str], tmp_path: Path) -> None:
     finished = run_training([*tiny, "--eval-only"], expect=2)
-    assert (
-        "--eval-only must have something to evaluate, got neither model.name_or_path nor a checkpoint"
-        in finished.errors[0]
-    )
+    assert "--eval-only must have model.name_or_path or a checkpoint in" in finished.errors[0]

@@ -583,6 +583,29 @@ def test_a_hub_id_under_a_real_launcher(chat_run: Path, chats: Path, tmp_path: P
     assert only_figures(found) == pytest.approx(only_figures(figures([chat_run, "--data", chats])), rel=1e-6)
 
 
+def test_json_is_alone_on_stdout_whatever_an_engine_prints(chat_run: Path, chats: Path, tmp_path: Path) -> None:
+    def run() -> int:
+        from acc_lm import runtime
+        from acc_lm.cli import main
+
+        identify = runtime.identify
+
+        def talk(*positional: Any) -> Any:
+            os.write(1, b"built by C++\n")
+            print("built by Python")
+            return identify(*positional)
+
+        runtime.identify = talk
+        with (tmp_path / "stdout").open("wb") as file:
+            os.dup2(file.fileno(), 1)
+        return main(["evaluate", str(chat_run / "final"), "--data", str(chats), "--json"])
+
+    finished = Launch(run).wait()
+    assert finished.codes == [0]
+    assert json.loads((tmp_path / "stdout").read_text())["documents"] == 60
+    assert "built by C++\nbuilt by Python\n" in finished.output, "for people, on stderr"
+
+
 # --- what can be wrong ---------------------------------------------------------------------------------------------
 
 ODD: dict[str, tuple[list[str], int, str]] = {
@@ -605,6 +628,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "predictions nowhere": (["CHAT", "--predictions", "HERE/none/out.jsonl"], 2, "none/out.jsonl: No such file or directory"),
     "predictions where none can be": (["CHAT", "--predictions", "/proc/out.jsonl"], 2, "/proc/out.jsonl: No such file or directory"),
     "no token": (["CHAT", "--generate", "--max-new-tokens", "0"], 2, "--max-new-tokens must be at least 1, got 0"),
+    "no temperature": (["CHAT", "--generate", "--temperature", "nan"], 2, "--temperature must be at least 0 and finite, got nan"),
     "a recipe's batch": (["CHAT", "training.micro_batch_size=2"], 2, "must be given as --batch-size"),
     "another model": (["CHAT", "model.name_or_path=x"], 2, "MODEL says what is evaluated"),
     "a misspelt key": (["CHAT", "data.sequence_lenght=8"], 2, "did you mean sequence_length?"),
@@ -644,3 +668,35 @@ def test_what_is_odd_is_one_line(name: str, odd: Path, chat_run: Path, text_run:
     assert len(finished.errors) == 1, finished.output
     assert says in finished.errors[0]
     assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize("verb", ["evaluate m", "parity", "scaling", "bench-comm", "doctor"])
+def test_overrides_stand_anywhere_among_the_options(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm import cli
+
+    name, *model = verb.split()
+    seen = []
+    monkeypatch.setattr(cli, f"_{name.replace('-', '_')}", lambda known: seen.append(known.overrides) or 0)
+    option = ["--data", "R"] if model else ["--config", "R"]
+    assert cli.main([name, *model, "a=1", *option, "b=2", *option, "c=3"]) == 0
+    assert seen == [["a=1", "b=2", "c=3"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "HERE", "--prompt", "a\udcff"], "--prompt must be UTF-8, got 'a\\udcff'"),
+        (["generate", "HERE", "--seed", "9" * 20], "--seed must be a number of 64 bits, got 99999999999999999999"),
+        (["generate", "HERE", "--temperature", "nan"], "--temperature must be 0 or more, and finite, got nan"),
+        (["keep-going", "--pause", "nan", "--", "x"], "--pause must be 0 or more, got nan"),
+    ],
+)
+def test_what_no_verb_can_use_is_one_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from acc_lm.cli import main
+
+    (tmp_path / "config.json").write_text("{}")
+    assert main([str(tmp_path) if word == "HERE" else word for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line

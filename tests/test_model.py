@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from acc_lm.attention import CAUSAL, choose_attention
 from acc_lm.config import ModelConfig, OptimizerConfig, TokenizerConfig
-from acc_lm.errors import ConfigError
-from acc_lm.model import LossHead, build_empty_model, build_model, check_model, count_ids, install_loss
+from acc_lm.errors import ConfigError, MachineError, Preempted
+from acc_lm.model import LossHead, build_empty_model, build_model, check_model, install_loss
 from acc_lm.optimizer import build_optimizer, decayed_names
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.tokenizer import count_ids, make_tokenizer
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 
@@ -56,7 +58,13 @@ ARCHITECTURES = [
     ("cohere", {}, True, False),  # scales its logits
     ("bloom", {"n_layer": 2, "n_head": 4}, False, True),  # outside the attention interface
     ("mamba", {"state_size": 4}, False, True),  # no attention at all
-]
+    ("falcon", {}, False, True),
+    ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, False, True),
+    ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]]}, False, True),
+    ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, False, True),
+    ("doge", {"head_dim": 8}, False, True),  # a mask that is learned, handed over by its name
+    ("afmoe", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1, "head_dim": 8}, True, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model_type", "fields", "ours", "fused"), ARCHITECTURES, ids=lambda value: str(value)[:40])
@@ -384,11 +392,213 @@ def test_an_empty_model_of_a_continued_one_reads_no_weights(tokenizer: Any, tmp_
     [row[:2] for row in [*ARCHITECTURES, ("mixtral", MOE), ("qwen3_moe", MOE)]],
     ids=lambda value: str(value)[:40],
 )
-def test_no_architecture_is_accused_of_unused_parameters(model_type: str, fields: dict[str, Any]) -> None:
-    """Not even one whose experts see a few of the four tokens of the check."""
+def test_no_architecture_is_refused(model_type: str, fields: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+    """Not for unused parameters where experts see a few of the four tokens of the check, nor for leaks; continued as well."""
     known = type(AutoConfig.for_model(model_type))()
-    values = {key: value for key, value in SMALL.items() if hasattr(known, key)} | fields
-    check_model(ModelConfig(config={"model_type": model_type, **values}), None, 64, 16)
+    values = {key: value for key, value in SMALL.items() if hasattr(known, key)} | fields | {"vocab_size": 257}
+    config = ModelConfig(config={"model_type": model_type, **values})
+    check_model(config, None, 257, 16)
+    build_model(config, tokenizer, 16, 0)[0].save_pretrained(tmp_path)
+    continued = ModelConfig(name_or_path=str(tmp_path))
+    check_model(continued, tokenizer, 257, 16)
+    build_model(continued, tokenizer, 16, 0)
+
+
+def test_a_parameter_that_a_short_row_does_not_reach_is_no_unused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a model that compresses many positions to one."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    original = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: x if x.shape[1] < 16 else original(self, x))
+    with pytest.raises(ConfigError, match=r"must use all of its parameters, got no gradient for .*mlp"):
+        check_model(scratch(), None, 64, 15)
+    check_model(scratch(), None, 64, 16)
+
+
+def test_a_model_whose_own_code_reads_the_mask_is_checked_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    original = LlamaAttention.forward
+
+    def forward(self: nn.Module, hidden_states: torch.Tensor, attention_mask: Any = None, **keywords: Any) -> Any:
+        attention_mask[:, 0]
+        return original(self, hidden_states, attention_mask=attention_mask, **keywords)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    check_model(scratch(), None, 64, 16)
+
+
+# --- causal, whatever the type ---------------------------------------------------------------------------------------
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"initializer_range": 1e-6}], ids=["drawn as usual", "drawn near zero"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_looks_ahead_is_refused_with_what_makes_it_causal(
+    dtype: str, more: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    says = r"model.config must be a causal model, got one of type bert, whose output at a position depends on later tokens; set model.config.is_decoder=true"
+    config = ModelConfig(config=BERT | more, dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=says):
+        build_model(config, tokenizer, 16, 0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**BERT, **more, vocab_size=257)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.name_or_path .* set is_decoder: true in its config.json"):
+        build_model(ModelConfig(name_or_path=str(tmp_path), dtype=dtype), tokenizer, 16, 0)  # type: ignore[arg-type]
+    build_model(config.model_copy(update={"config": BERT | more | {"is_decoder": True}}), tokenizer, 16, 0)
+
+
+@pytest.mark.parametrize("reaches", ["one token ahead", "all of the first four", "which positions are taken"])
+def test_a_leak_is_found_however_little_it_shows(reaches: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one has no gradient: as experts that choose tokens do, a layer works on the largest of all positions."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    original = LlamaMLP.forward
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if reaches == "one token ahead":
+            x = x + 1e-6 * torch.cat([x[:, 1:], x[:, -1:]], dim=1)
+        elif reaches == "all of the first four":
+            x = x + 1e-6 * torch.cat([x[:, :4].mean(dim=1, keepdim=True).expand(-1, 4, -1), 0 * x[:, 4:]], dim=1)
+        else:
+            norms = (x[..., 0] + x[..., 1]).detach()
+            x = 30 * x * (norms >= norms.median(dim=1, keepdim=True).values)[..., None]
+        result: torch.Tensor = original(self, x)
+        return result
+
+    build_model(scratch(), tokenizer, 32, 0)
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ConfigError, match=r"must be a causal model, got one of type llama, .*choose another model"):
+        build_model(scratch(), tokenizer, 32, 0)
+
+
+# --- the id that rows would be padded with -------------------------------------------------------------------------
+
+
+def gradient_of_end_token(model: Any, tokenizer: Any) -> torch.Tensor:
+    """Of its row of the input embeddings, where a row of ids holds it once."""
+    ids = torch.randint(1, 200, (2, 17), generator=torch.Generator().manual_seed(0))
+    ids[:, 8] = tokenizer.eos_token_id
+    weight = model.get_input_embeddings().weight
+    nll = nn.functional.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    gradient: torch.Tensor = torch.autograd.grad(nll, weight)[0][tokenizer.eos_token_id]
+    return gradient
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "opt"])
+def test_the_end_token_is_drawn_and_trained_like_any_other(model_type: str, tokenizer: Any) -> None:
+    known = type(AutoConfig.for_model(model_type))()
+    sizes = {key: value for key, value in SMALL.items() if hasattr(known, key) and "token_id" not in key}
+    config = ModelConfig(config={**sizes, "vocab_size": 257, "model_type": model_type, "tie_word_embeddings": False})
+    model, facts = build_model(config, tokenizer, 16, 0)
+    rows = model.get_input_embeddings().weight
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    assert model.config.pad_token_id is None
+    assert 0.5 < rows[0].norm() / rows.norm(dim=1).mean() < 2
+    assert gradient_of_end_token(model, tokenizer).norm() > 0
+    assert build_empty_model(config, tokenizer, 16, facts).get_input_embeddings().padding_idx is None
+
+
+def test_a_named_padding_id_must_be_one_that_no_text_uses(tokenizer: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.config.pad_token_id must be an id that no text uses, got 0; leave it"
+    ):
+        check_model(scratch(pad_token_id=0), None, 257, 16)
+    with pytest.raises(
+        ConfigError, match=r"model.config.pad_token_id must be an id that no text uses, got 65; leave it"
+    ):
+        check_model(scratch(pad_token_id=65), tokenizer, 257, 16)
+    config = scratch(pad_token_id=257, vocab_size=258)
+    one, same = (build_model(config, tokenizer, 16, 3)[0].get_input_embeddings() for _ in range(2))
+    assert one.padding_idx is None
+    assert torch.equal(one.weight, same.weight)
+    assert 0.5 < one.weight[257].norm() / one.weight.norm(dim=1).mean() < 2
+    modern = {"model_type": "modernbert-decoder", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}  # fmt: skip
+    says = "pad_token_id must be an id that no text uses for model type modernbert-decoder, got none; name one, such as 257 with model.config.vocab_size: 258"
+    with pytest.raises(ConfigError, match=says):
+        check_model(ModelConfig(config=modern), tokenizer, 257, 16)
+    check_model(ModelConfig(config={**modern, "vocab_size": 258, "pad_token_id": 257}), tokenizer, 257, 16)
+
+
+def test_a_continued_model_whose_padding_is_its_end_token_gets_the_true_gradient(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    plain = build("llama", vocab_size=257, pad_token_id=0)
+    with torch.no_grad():
+        plain.get_input_embeddings().weight[0].normal_(0, 0.02)
+    plain.save_pretrained(tmp_path)
+    model, _ = build_model(ModelConfig(name_or_path=str(tmp_path)), tokenizer, 16, 0)
+    assert not gradient_of_end_token(plain, tokenizer).any(), "transformers leaves it out"
+    plain.get_input_embeddings().padding_idx = None
+    torch.testing.assert_close(gradient_of_end_token(model, tokenizer), gradient_of_end_token(plain, tokenizer))
+    assert model.config.pad_token_id == 0, "the config stays the model's own"
+
+
+# --- what the model's own code says, and what it does not ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "ctrl", "n_embd": 32, "n_layer": 2, "n_head": 2, "dff": 64},
+        {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 2},
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_gradient_checkpointing_is_refused_where_transformers_has_none(
+    mode: Any, fields: dict[str, Any], tokenizer: Any
+) -> None:
+    config = ModelConfig(config=fields, gradient_checkpointing=mode)
+    says = f"model.gradient_checkpointing must be false for a model of type {fields['model_type']}, got {str(mode).lower()}"
+    for attempt in (lambda: check_model(config, tokenizer, 257, 16), lambda: build_model(config, tokenizer, 16, 0)):
+        with pytest.raises(ConfigError, match=says):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (Preempted("stopped by SIGTERM"), Preempted),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), MemoryError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError),
+        (OSError(errno.ENOSPC, "No space left on device"), OSError),
+        (ImportError("it requires the timm library"), MachineError),
+        (ValueError("embed_dim must be divisible"), ConfigError),
+    ],
+    ids=lambda value: "" if isinstance(value, type) else type(value).__name__,
+)
+def test_the_recipe_is_blamed_for_what_the_models_code_says_alone(
+    raised: BaseException,
+    expected: type[BaseException],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    build("llama", vocab_size=257).save_pretrained(tmp_path)
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(LlamaModel, "forward", fail)
+    continued = ModelConfig(name_or_path=str(tmp_path))
+    for config in (scratch(), continued):
+        for attempt in (lambda: check_model(config, tokenizer, 257, 16), lambda: build_model(config, tokenizer, 16, 0)):  # noqa: B023
+            with pytest.raises(expected):
+                attempt()
+    monkeypatch.setattr(LlamaModel, "__init__", fail)
+    if not isinstance(raised, (ImportError, ValueError)):
+        with pytest.raises(expected):
+            build_model(continued, tokenizer, 16, 0)
 
 
 def test_parameters_without_a_gradient_are_named_unless_they_are_allowed() -> None:

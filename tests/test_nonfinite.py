@@ -76,6 +76,33 @@ def test_a_resumed_run_goes_on_counting(tiny: list[str], tmp_path: Path) -> None
     assert (counts[6], counts[7], counts[8]) == (3, 3, 4)
 
 
+def test_a_device_whose_fused_optimizer_does_not_listen_skips_bad_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MPS, whose kernel takes `found_inf` and does not look at it."""
+    import torch
+    from accelerate import Accelerator
+
+    from acc_lm.runtime import gradients
+
+    class Deaf(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            self.found_inf = torch.zeros(())
+            super().step()
+
+    monkeypatch.setattr(gradients, "HEEDS_FOUND_INF", ("cuda",))
+    model = torch.nn.Linear(3, 1)
+    optimizer = Deaf(model.parameters(), lr=0.1, fused=True)
+    watched = gradients.Gradients(Accelerator(cpu=True), model)
+    for value, changes in ((1.0, True), (float("nan"), False), (1.0, True)):
+        before = model.weight.detach().clone()
+        (model(torch.ones(1, 3)).sum() * value).backward()
+        watched.clip(1.0, optimizer)
+        optimizer.step()
+        watched.drop()
+        assert bool((model.weight != before).any()) == changes
+        assert bool(model.weight.isfinite().all())
+    assert [bool(names) for names in watched.not_finite()] == [False, True, False]
+
+
 def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_is_the_newest(
     tiny: list[str], tmp_path: Path
 ) -> None:

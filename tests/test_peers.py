@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from processes import ROOT, Launch, launcher_environment
 from test_stop import LONG, wait_for_a_step, wrap
 
@@ -104,7 +106,7 @@ def without_raising(device_works: bool = True) -> None:
     from acc_lm.runtime import peers
 
     peers.collectives_raise = lambda: False
-    peers.LOOK_SECONDS = peers.WATCH_SECONDS = peers.BEAT_SECONDS = 0.2
+    peers.LOOK_SECONDS, peers.WATCH_SECONDS, peers.BEAT_SECONDS = 0.5, 0.1, 0.2
     peers.end_of_work = lambda device: SimpleNamespace(query=lambda: device_works)
 
 
@@ -149,6 +151,42 @@ def test_a_device_that_gets_no_further_ends_the_run_after_the_timeout(tiny: list
     assert (summary["status"], summary["exit_code"], summary["rank"]) == ("worker_lost", 7, 0)
 
 
+@pytest.mark.parametrize("is_in_sight", [True, False])
+def test_only_the_death_of_a_process_that_was_in_sight_is_seen(
+    is_in_sight: bool, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers may have one host name, and neither sees the processes of the other."""
+    from acc_lm.recipe import load_config
+    from acc_lm.runtime import peers
+
+    other = subprocess.Popen(["sleep", "60"])
+    started = psutil.Process(other.pid).create_time() if is_in_sight else 0.0
+    monkeypatch.setattr(peers, "collectives_raise", lambda: False)
+    monkeypatch.setattr(peers.Peers, "current", None)
+    monkeypatch.setattr(peers, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "LOOK_SECONDS", 0.1)
+
+    def gather(accelerator: Any, mine: Any) -> list[Any]:
+        return [mine, replace(mine, pid=other.pid, started=started) if isinstance(mine, peers.Peer) else mine]
+
+    monkeypatch.setattr(peers, "gather_objects", gather)
+    lost: list[str] = []
+    accelerator: Any = SimpleNamespace(process_index=0, device=torch.device("cpu"))
+    watching = peers.Peers(accelerator, load_config(Path(tiny[1]), tiny[2:]), lambda error: lost.append(str(error)))
+    try:
+        time.sleep(0.3)
+        assert lost == []
+        other.kill()
+        time.sleep(0.5)
+    finally:
+        watching.stop()
+        other.kill()
+        other.wait()
+    assert bool(lost) == is_in_sight
+    if lost:
+        assert "got: process 1 died (SIGKILL), while process 0 was in starting; the last checkpoint is none" in lost[0]
+
+
 @pytest.mark.slow
 def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path: Path) -> None:
     """Two machines are made up; process 1 is stopped, which process 0 cannot see on another machine."""
@@ -189,10 +227,10 @@ def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny
 
         def close(accelerator: Any) -> None:
             closed(accelerator)
-            time.sleep(1.0 if rank == 0 else 0.0)
+            time.sleep(1.5 if rank == 0 else 0.0)
 
         without_raising()
-        errors.LAUNCHER_SECONDS = 1.0
+        errors.LAUNCHER_SECONDS = 1.5
         original, Peers.__init__ = Peers.__init__, begin  # type: ignore[method-assign]
         closed, runtime.close = runtime.close, close
         for place in ("acc_lm.step.train_step", "acc_lm.evaluation.evaluate_all", "acc_lm.saving._write_checkpoint"):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from test_step import RaggedRows, make_config, make_model
 
 from acc_lm.cli import main
 from acc_lm.config import TrainingConfig
-from acc_lm.errors import ConfigError
+from acc_lm.errors import ConfigError, MachineError
 
 CONFIGS = ROOT / "accelerate_configs"
 BIN = Path(sys.executable).parent
@@ -156,7 +157,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "fp8 by the recipe": ({}, ["training.mixed_precision=fp8"], 1, "training.mixed_precision must be bf16 or no on a CPU, got fp8"),
     "fp16 under FSDP2": (FSDP, ["training.mixed_precision=fp16"], 2, "training.mixed_precision must be bf16 or no on a CPU, got fp16"),
     "restarts that hang": ({"TORCHELASTIC_MAX_RESTARTS": "2"}, [], 2, "max_restarts must be 0 with the static rendezvous, which hangs after the first death, got 2; add --rdzv_backend c10d"),
-    "a variable of another launch": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, [], 1, "fsdp2, which ACCELERATE_USE_FSDP=true asks for, must be started by a launcher, got one process without"),
     "a debugger that crashes": ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, [], 2, "TORCH_DISTRIBUTED_DEBUG must be OFF or INFO under DDP on CPU processes"),
     "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, [], 2, "must ask for one process, DDP, FSDP2 or DeepSpeed, got Megatron-LM"),
     "nccl on CPU processes": ({}, ["distributed.backend=nccl"], 2, "distributed.backend must be gloo or null on CPU processes, got nccl"),
@@ -287,6 +287,7 @@ def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyP
         "a job of one worker"
     )
     for variables, says in {
+        (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")): "fsdp2, which ACCELERATE_USE_FSDP=true asks for, must be started by a launcher, got one process",
         (("WORLD_SIZE", "8"),): "RANK must be set next to WORLD_SIZE=8, as every launcher does, got none",
         (("WORLD_SIZE", "abc"),): "WORLD_SIZE must be a whole number, as launchers set it, got 'abc'",
         (("WORLD_SIZE", "2"), ("RANK", "2")): "RANK must be below WORLD_SIZE=2, got 2",
@@ -580,3 +581,12 @@ def test_compiling_through_the_launch_changes_names_nowhere(tiny: list[str], tmp
     assert names[0] == names[2]
     assert names[1] == names[3]
     assert abs(losses[0] - losses[1]) < 1e-5 * losses[1]
+
+
+def test_a_python_without_docstrings_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import acc_lm.runtime.launch
+    from acc_lm.runtime import quiet_libraries
+
+    monkeypatch.setattr(acc_lm.runtime.launch, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    with pytest.raises(MachineError, match="python must run with docstrings, which transformers reads, got -OO"):
+        quiet_libraries()

@@ -135,6 +135,22 @@ def test_an_ordinary_noisy_loss_is_no_jump() -> None:
     assert len(jumps(losses)) == 1
 
 
+def test_a_threshold_is_in_standard_deviations_of_the_losses_before() -> None:
+    """Losses 3 - 0.2, 3 and 3 + 0.2 in turn: their median deviation is 0.2, a normal distribution's of 1.4826 * 0.2."""
+    from acc_lm.config import TrainingConfig
+    from acc_lm.divergence import Watch
+
+    class Alone:
+        mixed_precision, is_main_process = "no", False
+
+    for jump, told in ((5.99, 0), (6.01, 1)):
+        config = TrainingConfig(max_steps=1, spike_threshold=6.0)
+        before = {"recent_losses": [2.8, 3.0, 3.2] * 20}
+        watch = Watch(Alone(), None, config, None, Path(), before=before)  # type: ignore[arg-type]
+        watch._compare(61, 3.0 + jump * 1.4826 * 0.2)
+        assert len(watch.news()) == told
+
+
 def test_a_checkpoint_that_knows_no_losses_can_be_gone_on_from_and_rewound_to(tiny: list[str], tmp_path: Path) -> None:
     """One that was written before there were any in it: what follows a rewind to it is compared with what came since."""
     options = [*tiny, *LONG, "training.on_spike=rewind", "checkpoint.every=null"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging.handlers
 import math
 import re
 import stat
@@ -113,6 +114,19 @@ def test_final_loads_in_transformers_and_has_the_same_evaluation_loss(tiny: list
         return total / count
 
     assert abs(run_everywhere(evaluate)[0] - expected) < 1e-5
+
+    def generate() -> list[str]:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        seen = logging.handlers.BufferingHandler(100)
+        logging.getLogger("transformers").addHandler(seen)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+        for prompts in ("red", ["red", "green tree sings"]):
+            asked = tokenizer(prompts, padding=True, return_tensors="pt")
+            assert model.generate(**asked, max_new_tokens=3).shape[1] == asked["input_ids"].shape[1] + 3
+        return [record.getMessage() for record in seen.buffer]
+
+    assert run_everywhere(generate) == [[]], "neither of padding nor of anything else"
     config = json.loads((final / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert "acc_lm" not in json.dumps(config)

@@ -27,7 +27,7 @@ from test_resume import metrics_of
 from acc_lm import cli, retention, sources
 from acc_lm.cli.arguments import parse_train_arguments
 from acc_lm.errors import ConfigError, DataError, UserError, print_problems
-from acc_lm.redaction import redact_words
+from acc_lm.redaction import redact, redact_words
 from acc_lm.runtime.config_file import read_config
 
 CANARY = "canary-4f1d9c27"
@@ -557,6 +557,22 @@ def test_an_error_that_holds_a_secret_is_told_without_it(
     assert redact_words(["--num_machines", "2", "--aws_secret_access_key", CANARY]) == [
         "--num_machines", "2", "--aws_secret_access_key", "***",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("from https://user:p@ss@host/x?a=b", "from https://***@host/x?a=b"),
+        ("s3://AKIA:key@bucket", "s3://***@bucket"),
+        ("password: abc, user: x", "password: *** user: x"),
+        ('{"api_key": "abc", "size": 3}', '{"api_key": "***", "size": 3}'),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        (f"hf_{'a1' * 9} is not valid", "*** is not valid"),
+        ("tokens: 12; the end token must be one; mail a@b.c of https://host/x", None),
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden_and_nothing_else(text: str, shown: str | None) -> None:
+    assert redact(text) == (text if shown is None else shown)
 
 
 def test_terminal_escapes_are_spelt_out(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     document_mask: Tensor | BlockMask | None = None,
@@ -207,10 +207,15 @@ def register_counting_attention() -> str:
     from transformers import AttentionInterface
 
     def count(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **keywords: Any,
     ) -> Any:
-        output, weights = causal_attention(module, query, key, value, None, scaling=keywords.get("scaling"))
-        for given in keywords.values():
+        output, weights = causal_attention(module, query, key, value, scaling=keywords.get("scaling"))
+        for given in (attention_mask, *keywords.values()):
             if isinstance(given, Tensor) and given.is_floating_point():
                 output = output + given.sum() * 0
         return output, weights
@@ -229,10 +234,17 @@ def attention_looked_at(model: PreTrainedModel) -> Iterator[list[tuple[int, bool
 
     seen: list[tuple[int, bool]] = []
 
-    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any) -> Any:
+    def look(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
         has_gradient = query.requires_grad or key.requires_grad or value.requires_grad
         seen.append((query.shape[1] * (query.shape[-1] + value.shape[-1]), has_gradient))
-        return causal_attention(module, query, key, value, mask, **keywords)
+        return causal_attention(module, query, key, value, attention_mask, **keywords)
 
     AttentionInterface.register(LOOKED_AT, look)
     model.set_attn_implementation(LOOKED_AT)
@@ -260,16 +272,21 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
     asked: dict[str, Any] = {}
 
     def probe(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **keywords: Any,
     ) -> Any:
         asked.setdefault("called", True)
         for name, given in keywords.items():
             covers_row = name == "sliding_window" and given is not None and given >= sequence_length
             if given is not None and name not in (*HARMLESS, "dropout", "scaling") and not covers_row:
                 asked[name] = given
-        if mask is not None:
+        if attention_mask is not None:
             asked["attention_mask"] = True
-        return causal_attention(module, query, key, value, None, scaling=keywords.get("scaling"))
+        return causal_attention(module, query, key, value, scaling=keywords.get("scaling"))
 
     register_attention()
     AttentionInterface.register(PROBE, probe)

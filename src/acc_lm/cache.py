@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import functools
 import json
 import os
+import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,19 +46,46 @@ def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_proc
         if not is_main_process:
             time.sleep(1)  # let the main process, which shows the progress bar, take the lock
         with (cache / f"{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel gives it up when its holder dies
+            is_locked = _take(lock, cache)
             if not _is_complete(folder):
-                for leftover in cache.glob(f".{key}.*"):
+                for leftover in cache.glob(f".{key}.*") if is_locked else ():
                     shutil.rmtree(leftover)
-                work = cache / f".{key}.{os.getpid()}"
+                work = cache / f".{key}.{platform.node()}.{os.getpid()}"
+                shutil.rmtree(work, ignore_errors=True)
                 work.mkdir()
                 try:
                     build(work)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    work.rename(folder)
+                    _put(work, folder)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _take(lock: Any, cache: Path) -> bool:
+    """Wait for the lock, which the kernel takes back when its holder dies; False on a file system without locks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        _note_once(
+            f"{cache} has no file locks ({error.strerror}), so each process makes its own copy of what is missing"
+        )
+        return False
+    return True
+
+
+def _put(work: Path, folder: Path) -> None:
+    """Give a finished folder its name, unless another process was faster."""
+    try:
+        work.rename(folder)
+    except OSError:
+        if not _is_complete(folder):  # a damaged one is in the way
+            shutil.rmtree(folder, ignore_errors=True)
+            work.rename(folder)
+
+
+@functools.cache
+def _note_once(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -82,5 +113,11 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def flush(file: Any) -> None:
+    """Write a file to the disk itself, wherever the file system can."""
     file.flush()
-    os.fsync(file.fileno())
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        _note_once(f"a file system of the cache cannot flush ({error.strerror}); after a power cut remove the cache")

@@ -82,7 +82,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
             found = parts.get(f"{BUFFER}/{name}")
             if found is None:
                 raise CheckpointError(f"{checkpoint.folder} must fit the model, got no buffer {name}")
-            buffer.copy_(found[0][2][:])
+            buffer.copy_(found[0][2][...])
     publish_weights(model)
     if accelerator.scaler is not None and state["loss_scaler"]:
         accelerator.scaler.load_state_dict(state["loss_scaler"])
@@ -114,7 +114,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         for key in sorted(parts):
             kind, _, name = key.partition("/")
             if kind == BUFFER:
-                yield key, parts[key][0][2][:]
+                yield key, parts[key][0][2][...]
             else:
                 whole = _assemble(folder, key, parts[key], 0, math.prod(shapes[name]))
                 yield key, whole.view(tuple(shapes[name]))

@@ -103,7 +103,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit of the Hub id."""
     config: dict[str, Any] | None = None
-    """From scratch: `model_type` of transformers and its own field names; ids and sizes left out come from the tokenizer."""
+    """From scratch: `model_type` of transformers and its own field names; vocab_size, bos_token_id and eos_token_id left out come from the tokenizer."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the parameters; compute precision is `training.mixed_precision`."""
     gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(_no_number)] = False
@@ -229,12 +229,19 @@ class SourceConfig(Section):
                 raise ValueError(
                     f"must have exactly one of {key} and {other}, got {'both' if all(given) else 'neither'}"
                 )
-        of_files, of_datasets = ("eval_files",), ("dataset_config", "eval_split")
+        of_files, of_datasets = ("eval_files",), ("dataset_config", "dataset_split", "eval_split")
         for key in of_datasets if self.files else of_files:
-            if getattr(self, key):
+            if getattr(self, key) != type(self).model_fields[key].default:
                 kind = "dataset" if self.files else "files"
                 raise ValueError(f"{key} must be left out without {kind}, got {getattr(self, key)!r}; remove it")
         return self
+
+
+KEYS_OF_SOURCES = {
+    "dataset_config": ("hub",), "dataset_split": ("hub",), "eval_split": ("hub",), "synthetic_tokens": ("synthetic",),
+    "skip_bad_rows": ("files", "hub", "mixture"),
+}  # fmt: skip
+"""Keys of `data` that other sources would not read."""
 
 
 class DataConfig(Section):
@@ -245,7 +252,7 @@ class DataConfig(Section):
     mixture: Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_tuple)] = ()
     """Several sources, for source `mixture` (which it implies), e.g. [{files: wiki.jsonl, weight: 0.7}, {dataset: org/code, weight: 0.3}]."""
     files: Strings = ()
-    """Files or globs (txt, jsonl, json, csv, parquet, arrow, mixed), for source `files`."""
+    """Files or globs (txt, jsonl or ndjson, json, csv, parquet, arrow, mixed), for source `files`."""
     dataset: Place | None = None
     """Dataset on the Hub or a local folder of data files, for source `hub`."""
     dataset_config: str | None = None
@@ -273,7 +280,7 @@ class DataConfig(Section):
     skip_bad_rows: Count = 0
     """Records without usable text that are tolerated, skipped and counted; one more is an error."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the text (by bytes, whole documents) that is held out, when nothing else names the held-out text."""
+    """Share of the text (by bytes, whole documents; at most twice as much) that is held out, when nothing else names the held-out text."""
     eval_files: Strings = ()
     """Files or globs to evaluate on; then all of `files` is trained on."""
     evaluation_sets: dict[str, Strings] = {}
@@ -378,6 +385,15 @@ class DataConfig(Section):
             raise ValueError(
                 f"dataset must be null for source {self.source}, got {self.dataset!r}; set data.source to hub"
             )
+        for key, sources in KEYS_OF_SOURCES.items():
+            default = type(self).model_fields[key].default
+            if self.source not in sources and getattr(self, key) != default:
+                kept = "null" if default is None else default
+                way = "give each source of the mixture its own" if self.mixture else "it would change nothing"
+                raise ValueError(
+                    f"{key} must be {kept} for source {self.source}, got {getattr(self, key)!r}, which is of "
+                    f"{' and '.join(sources)}; {way}"
+                )
         return self
 
 
@@ -781,6 +797,9 @@ NOT_LEARNED = (
     "profile",
     "export",
     "distributed",
+    "data.files",  # what they hold is compared instead
+    "data.eval_files",
+    "data.dataset",
     "data.evaluation_sets",
     "data.num_workers",
     "data.cache_dir",
@@ -839,6 +858,11 @@ def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple
         if is_free and not is_learned:
             continue
         was, now = before.get(key), after.get(key)
+        if key == "data.mixture":  # places, as above
+            places = ("files", "eval_files", "dataset")
+            was, now = (
+                [{k: v for k, v in part.items() if k not in places} for part in parts or ()] for parts in (was, now)
+            )
         longer = key in ("training.max_steps", "training.num_epochs") and was and now and now > was
         if was != now and not longer:
             changes[key] = (was, now)

@@ -62,7 +62,10 @@ def start_block(
         ("text", f"{text} ({facts.vocab_size:,} ids)"),
         (
             "held out",
-            f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens",
+            f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens"
+            + (
+                f", {facts.eval_bytes / (facts.train_bytes + facts.eval_bytes):.1%} of all" if facts.train_bytes else ""
+            ),
         ),
         ("rows", in_rows),
         ("tracking", tracking),

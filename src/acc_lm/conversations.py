@@ -41,6 +41,7 @@ from acc_lm.sources import Document, Skipped, columns_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FORMAT = "items-2"  # part of every key: raise it when records are read or written in another way
 BESIDE = ("conversations", "system", "tools", "input", "history")
 """Columns that a format may have beside those that it must have."""
 
@@ -67,7 +68,7 @@ class ChatPlan:
         elif self.template_file is not None:
             texts = (read_template(self.template_file),)
         day = self.day if any(reads_clock(text or "") for text in texts) else None
-        return ("items-2", self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
+        return (FORMAT, self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
 
     def read(self, record: Any, place: str, skipped: Skipped) -> str | None:
         """The columns of a record that count, as JSON; None when they are no conversation and the recipe tolerates that."""

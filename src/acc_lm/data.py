@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from acc_lm import conversations
 from acc_lm.cache import cache_folder, flush, make_once, read_facts, write_facts
 from acc_lm.chat import DAY, ItemCounts, check, describe
 from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
@@ -36,7 +37,8 @@ from acc_lm.sources import (
     Corpus,
     Document,
     Skipped,
-    content_key,
+    check_content,
+    content_keys,
     find_files,
     hash_text,
     open_corpus,
@@ -45,12 +47,13 @@ from acc_lm.sources import (
 )
 from acc_lm.stream_reader import open_shards
 from acc_lm.streaming import StreamRows
-from acc_lm.tokenizer import make_tokenizer, text_encoder
+from acc_lm.tokenizer import PIECE, count_ids, encodes_pieces, id_dtype, make_tokenizer, text_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = "rows-1"  # part of every cache key: raise it when the files or their meaning change
+FORMAT = "rows-2"  # part of every cache key: raise it when the files or their meaning change
+FORMER = "rows-1"  # under which the same rows may be known to a checkpoint
 COMPRESS_LIMIT = 16_000_000  # bytes of held-out text up to which gzip and xz are run for comparison
 
 
@@ -67,6 +70,10 @@ class DataFacts:
     eval_tokens: int
     skipped_records: int = 0
     shared_documents: int = 0
+    as_in_rows_1: bool = True
+    """Whether the documents were held out in this way under the format of that name, too."""
+    longest_document: int = 0
+    """In bytes."""
     eval_files: tuple[str, ...] = ()
     gzip_bytes: int | None = None
     xz_bytes: int | None = None
@@ -131,6 +138,8 @@ class Data:
     facts: DataFacts
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
+    former_key: str | None = None
+    """What a checkpoint of an earlier version remembers of the same rows; None when it had others."""
     text_key: str = ""
     """Hash of the documents and of which are held out, whatever tokenizes them; empty for mixtures and streams."""
     evaluation_sets: dict[str, Rows | PackedRows | MixedRows] = field(default_factory=dict)
@@ -258,12 +267,17 @@ def _build_any(
     plan = plan_of(config, day)
     corpus = open_corpus(config, seed, plan.read if plan else None)
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else tokenizer_key(tokenizer)
-    parts = (FORMAT, corpus.key, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
-    key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
+
+    def key_of(form: str, text: str) -> str:
+        parts = (form, text, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
+        return hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
     def build(work: Path) -> None:
         how = _build if plan is None else partial(_build_conversations, plan)
         how(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
+        corpus.check()
+
+    key = key_of(FORMAT, corpus.key)
 
     data = _load(
         make_once(cache_folder(config.cache_dir), key, build, is_main_process),
@@ -273,14 +287,17 @@ def _build_any(
         global_batch_size,
         plan,
     )
-    data = replace(data, shuffle=config.shuffle, text_key=text_key(corpus, config, plan))
+    is_known = corpus.former_key is not None and data.facts.as_in_rows_1 and _has_former_ids(data, plan)
+    former_key = key_of(FORMER, corpus.former_key or "") if is_known else None
+    data = replace(data, shuffle=config.shuffle, text_key=text_key(corpus, config, plan), former_key=former_key)
     return _with_sets(data, config, plan, is_main_process)
 
 
-def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
-    """Hash of the documents and of what decides which of them are held out."""
-    parts = (FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
-    return hash_text(repr((*parts, plan.format if plan else "text")))
+def _has_former_ids(data: Data, plan: ChatPlan | None) -> bool:
+    """Whether the format rows-1 had the same ids: it cut them to 16 bits by their number, and every long text into pieces."""
+    is_long = data.facts.longest_document > PIECE and plan is None
+    fits = id_dtype(len(data.tokenizer)) == id_dtype(count_ids(data.tokenizer))
+    return fits and not (is_long and not encodes_pieces(text_encoder(data.tokenizer)))
 
 
 def check_files(config: DataConfig) -> None:
@@ -300,6 +317,12 @@ def check_files(config: DataConfig) -> None:
         find_files(files, f"data.evaluation_sets.{name}")
 
 
+def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
+    """Hash of the documents and of what decides which of them are held out."""
+    parts = (FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
+    return hash_text(repr((*parts, plan.format if plan else "text")))
+
+
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return hash_text(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}")  # type: ignore[attr-defined]
 
@@ -312,7 +335,7 @@ def _load(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-    dtype = _id_dtype(facts.vocab_size)
+    dtype = id_dtype(facts.vocab_size)
     if plan is not None:
         for counts in facts.item_counts.values():
             check(ItemCounts(**counts), config.max_lossy_share)
@@ -366,10 +389,11 @@ def _open_set(
     Raises:
         DataError: a file is missing, empty or not of this format.
     """
-    tokenizer, dtype = data.tokenizer, _id_dtype(data.facts.vocab_size)
+    tokenizer, dtype = data.tokenizer, id_dtype(data.facts.vocab_size)
     files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}")
     read = plan.read if plan else text_in(config.text_column)
-    parts = (FORMAT, "set", content_key(files, config.text_column), tokenizer_key(tokenizer), config.skip_bad_rows)
+    files_key, _ = content_keys(files, config.text_column)
+    parts = (FORMAT, "set", files_key, tokenizer_key(tokenizer), config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
     def build(work: Path) -> None:
@@ -388,6 +412,7 @@ def _open_set(
                 documents(), plan, tokenizer, work, "eval", dtype, with_bytes=True, progress=lambda _: None
             )
             tokens, about, item_counts = counts.ids, describe(counts), asdict(counts)
+        check_content(files, config.text_column, files_key)
         write_facts(work, asdict(SetFacts(len(sizes), sum(sizes), tokens, about, key, item_counts)))
 
     folder = make_once(cache_folder(config.cache_dir), key, build, is_main_process)
@@ -432,10 +457,6 @@ def _check_amount(num_tokens: int, sequence_length: int, global_batch_size: int,
 # --- building ------------------------------------------------------------------------------------------------------
 
 
-def _id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
-
-
 def _build(
     corpus: Corpus,
     config: DataConfig,
@@ -453,8 +474,8 @@ def _build(
     if tokenizer is None:
         tokenizer = make_tokenizer(tokenizer_config, (document.text for document in train()))
         tokenizer.save_pretrained(work / "tokenizer")
-    vocab_size = len(tokenizer)
-    dtype = _id_dtype(vocab_size)
+    vocab_size = count_ids(tokenizer)
+    dtype = id_dtype(vocab_size)
     total = sizes["train_bytes"] + sizes["eval_bytes"]
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
         train_tokens = _write_text(train(), tokenizer, dtype, work, "train", with_bytes=False, progress=bar.update)
@@ -533,7 +554,7 @@ def _build_conversations(
     if tokenizer is None:
         tokenizer = make_tokenizer(tokenizer_config, plan.texts(train()))
         tokenizer.save_pretrained(work / "tokenizer")
-    dtype = _id_dtype(len(tokenizer))
+    dtype = id_dtype(count_ids(tokenizer))
     total = sizes["train_bytes"] + sizes["eval_bytes"]
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
         counts = {
@@ -543,7 +564,7 @@ def _build_conversations(
             for split, documents in (("train", train), ("eval", evaluation))
         }
     facts = DataFacts(
-        vocab_size=len(tokenizer),
+        vocab_size=count_ids(tokenizer),
         train_tokens=counts["train"].ids,
         eval_tokens=counts["eval"].ids,
         format=plan.format,
@@ -604,9 +625,9 @@ def _build_mixture(
             f"of {config.sequence_length} tokens; lower it or add text"
         )
     facts = _add_facts([part.facts for part in parts], names)
-    data = Data(
-        train, MixedRows([part.evaluation for part in parts]), tokenizer, facts, hash_text(repr([p.key for p in parts]))
-    )
+    key, former_keys = hash_text(repr([part.key for part in parts])), [part.former_key for part in parts]
+    former_key = None if None in former_keys else hash_text(repr(former_keys))
+    data = Data(train, MixedRows([part.evaluation for part in parts]), tokenizer, facts, key, former_key)
     data = replace(
         data,
         evaluation_sets={name: part.evaluation for name, part in zip(names, parts, strict=True)},
@@ -647,7 +668,10 @@ def _shared_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Made from the training text of every source, once each, whatever their shares."""
     corpora = [open_corpus(part, seed, plan.read if plan else None) for part, plan in zip(configs, plans, strict=True)]
-    columns = [(part.text_column, plan.format if plan else "text") for part, plan in zip(configs, plans, strict=True)]
+    columns = [
+        (part.text_column, f"{plan.format} {conversations.FORMAT}" if plan else "text")
+        for part, plan in zip(configs, plans, strict=True)
+    ]
     parts = (FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)
     key = hash_text(repr((parts, tokenizer_config.model_dump_json(), config.skip_bad_rows)))
 
@@ -659,6 +683,8 @@ def _shared_tokenizer(
 
     def make(work: Path) -> None:
         make_tokenizer(tokenizer_config, texts()).save_pretrained(work / "tokenizer")
+        for corpus in corpora:
+            corpus.check()
         write_facts(work, asdict(SetFacts(0, 0, 0, key=key)))
 
     from transformers import AutoTokenizer
@@ -726,21 +752,29 @@ def _build_stream(
                 files.extend([document.file] if document.file else [])
                 yield document
 
-        num_tokens = _write_text(documents(), tokenizer, _id_dtype(len(tokenizer)), work, "eval", with_bytes=True)
+        num_tokens = _write_text(documents(), tokenizer, id_dtype(count_ids(tokenizer)), work, "eval", with_bytes=True)
         if num_tokens < 2:
             raise DataError("data: the held-out text must have at least one target, got none; add text")
-        facts = DataFacts(len(tokenizer), 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files))
+        num_ids = count_ids(tokenizer)
+        facts = DataFacts(num_ids, 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files))
+        corpus.check()
         write_facts(work, asdict(facts))
 
     folder = make_once(cache_folder(config.cache_dir), held_out_key, build, is_main_process)
     facts = _facts_in(folder)
     about = f"{len(shards.names):,} shards in {config.num_streams} streams"
     end = None if config.attend_across_documents else tokenizer.eos_token_id
+
+    def key_of(form: str, text: str) -> str:
+        return hash_text(repr((form, "stream", text, made_by, config.text_column, config.skip_bad_rows)))
+
     data = Data(
         StreamRows(config, tokenizer, seed),
-        _open_text(folder, _id_dtype(facts.vocab_size), config.sequence_length, end),
+        _open_text(folder, id_dtype(facts.vocab_size), config.sequence_length, end),
         tokenizer,
         replace(facts, source={"streams": about}),
-        hash_text(repr((FORMAT, "stream", shards.key, made_by, config.text_column, config.skip_bad_rows))),
+        key_of(FORMAT, shards.key + corpus.key),
     )
+    if shards.former_key is not None and _has_former_ids(data, None):
+        data = replace(data, former_key=key_of(FORMER, shards.former_key))
     return _with_sets(data, config, None, is_main_process)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +27,11 @@ def split_documents(
     """Training and held-out documents, disjoint: (train, evaluation, counts).
 
     Held out are the documents with the smallest content hashes until `eval_fraction` of the bytes is reached, so equal
-    documents stay on one side and neither order nor seed matters. A lone document is cut, its tail held out, where it can be.
+    documents stay on one side and neither order nor seed matters. A document with which it would be more than twice that
+    is passed over; where the others make less than half of it, that document is cut, and its tail held out.
+
+    Raises:
+        DataError: there is no document, or none that can be held out.
     """
     skipped = Skipped(config.skip_bad_rows)
     hashes, sizes = _hash_documents(corpus.train(skipped))
@@ -35,7 +41,7 @@ def split_documents(
     def again(read: Callable[[Skipped], Iterator[Document]]) -> Iterator[Document]:
         return read(Skipped(config.skip_bad_rows))
 
-    shared = 0
+    shared, as_in_rows_1 = 0, True
     if corpus.evaluation is not None:
         read_evaluation = corpus.evaluation
         eval_skipped = Skipped(config.skip_bad_rows)
@@ -45,34 +51,32 @@ def split_documents(
         train = lambda: again(corpus.train)  # noqa: E731
         evaluation = lambda: again(read_evaluation)  # noqa: E731
         train_sizes = sizes
-    elif len(np.unique(hashes)) == 1 and not can_cut:
-        raise DataError(
-            "data: the conversations must be two different ones at least, got one; add some, or data.eval_files"
-        )
-    elif len(np.unique(hashes)) == 1:
-        document = next(again(corpus.train))
-        cut = max(1, min(len(document.text) - 1, round(len(document.text) * (1 - config.eval_fraction))))
-        head, tail = Document(document.text[:cut], document.file), Document(document.text[cut:], document.file)
-        train = lambda: iter([head])  # noqa: E731
-        evaluation = lambda: iter([tail])  # noqa: E731
-        train_sizes, eval_sizes = (np.array([len(part.text.encode())]) for part in (head, tail))
     else:
-        by_hash = np.argsort(hashes, kind="stable")
-        wanted = config.eval_fraction * sizes.sum()
-        distinct, first = np.unique(hashes[by_hash], return_index=True)
-        before = np.concatenate([[0], sizes[by_hash].cumsum()])[first]
-        held_out = distinct[before < wanted][: len(distinct) - 1]
-        is_held_out = np.isin(hashes, held_out)
-        held_out_set = set(held_out.tolist())
+        chosen, left_out, share = _choose(hashes, sizes, config.eval_fraction, can_cut)
+        held_out, as_in_rows_1 = set(chosen), not left_out
+        is_held_out = np.isin(hashes, np.array(chosen, dtype=np.uint64))
+        cut, place, is_cut = None, 0, np.zeros(len(hashes), dtype=bool)
+        if share:
+            cut = left_out[0]
+            is_cut = hashes == cut
+            text = next((one.text for one in again(corpus.train) if _content_hash(one.text)[0] == cut), "")
+            place, by_characters = _place_to_cut(text, share)
+            as_in_rows_1 = len(hashes) == 1 and by_characters
 
         def only(held: bool) -> Iterator[Document]:
             for document in again(corpus.train):
-                if (_content_hash(document.text)[0] in held_out_set) == held:
+                content = _content_hash(document.text)[0]
+                if content == cut:
+                    yield replace(document, text=document.text[place:] if held else document.text[:place])
+                elif (content in held_out) == held:
                     yield document
 
         train = lambda: only(False)  # noqa: E731
         evaluation = lambda: only(True)  # noqa: E731
-        train_sizes, eval_sizes = sizes[~is_held_out], sizes[is_held_out]
+        train_sizes, eval_sizes = sizes[~is_held_out], sizes[is_held_out | is_cut]
+        if cut is not None:
+            train_sizes[is_cut[~is_held_out]] = len(text[:place].encode())
+            eval_sizes[is_cut[is_held_out | is_cut]] = len(text[place:].encode())
     counts = {
         "train_documents": len(train_sizes),
         "train_bytes": int(train_sizes.sum()),
@@ -80,8 +84,52 @@ def split_documents(
         "eval_bytes": int(eval_sizes.sum()),
         "skipped_records": skipped.count,
         "shared_documents": shared,
+        "as_in_rows_1": as_in_rows_1,
+        "longest_document": int(np.concatenate([train_sizes, eval_sizes]).max()),
     }
     return train, evaluation, counts
+
+
+def _choose(
+    hashes: np.ndarray, sizes: np.ndarray, fraction: float, can_cut: bool
+) -> tuple[list[int], list[int], float]:
+    """(content hashes that are held out, those passed over, share of the first of these that is to be held out too)."""
+    distinct, inverse = np.unique(hashes, return_inverse=True)
+    weights = np.bincount(inverse, weights=sizes)  # of all copies of a document
+    wanted, total = fraction * float(sizes.sum()), 0.0
+    chosen: list[int] = []
+    left_out: list[int] = []
+    for content, weight in zip(distinct.tolist(), weights.tolist(), strict=True):
+        if total >= wanted or len(chosen) == max(len(distinct) - 1, 1):
+            break
+        if len(distinct) == 1 or total + weight > 2 * wanted:
+            left_out.append(content)
+        else:
+            chosen.append(content)
+            total += weight
+    if not can_cut and len(distinct) == 1:
+        raise DataError(
+            "data: the conversations must be two different ones at least, got one; add some, or data.eval_files"
+        )
+    if not can_cut and not chosen:
+        least = math.ceil(1000 * weights.min() / weights.sum() / 2) / 1000
+        raise DataError(
+            f"data.eval_fraction must be at least {least:g} to hold out a whole one of these conversations, got {fraction:g}; "
+            "raise it, or add data.eval_files"
+        )
+    if not (can_cut and left_out and total < wanted / 2):
+        return chosen, left_out, 0.0
+    share = (wanted - total) / weights[distinct == left_out[0]].item() if len(distinct) > 1 else fraction
+    return chosen, left_out, share
+
+
+def _place_to_cut(text: str, share: float) -> tuple[int, bool]:
+    """Where this share of a text's characters begins, or of its bytes if those characters are long: (place, by characters)."""
+    place, raw = max(1, min(len(text) - 1, round(len(text) * (1 - share)))), text.encode()
+    if len(text) - place == 1 or len(text[place:].encode()) <= 2 * share * len(raw):
+        return place, True
+    place = len(raw[: round(len(raw) * (1 - share))].decode(errors="ignore"))
+    return max(1, min(len(text) - 1, place)), False
 
 
 def _content_hash(text: str) -> tuple[int, int]:
@@ -101,7 +149,7 @@ def encode_documents(
     """(ids, bytes of each token, bytes of text) of a few documents at a time, each document followed by the end token."""
     encode = encoder.encode_batch if with_bytes else encoder.encode_batch_fast
     for texts in _in_batches(documents):
-        pieces = [marked for text in texts for marked in _marked(text)]
+        pieces = [marked for text in texts for marked in _marked(text, encoder)]
         ids: list[np.ndarray] = []
         byte_counts: list[np.ndarray] = []
         encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
@@ -127,9 +175,9 @@ def encode_each(
         yield document, ids, byte_counts
 
 
-def _marked(text: str) -> list[tuple[str, bool]]:
+def _marked(text: str, encoder: Any) -> list[tuple[str, bool]]:
     """The pieces of a document, each with whether it is the last."""
-    *pieces, last = pieces_of(text)
+    *pieces, last = pieces_of(text, encoder)
     return [(piece, False) for piece in pieces] + [(last, True)]
 
 

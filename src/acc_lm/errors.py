@@ -92,15 +92,22 @@ class CrashLoopError(UserError):
     status = "crash_loop"
 
 
-class Preempted(UserError):
-    """Asked to stop where there was nothing new to save."""
+class Preempted(BaseException):
+    """Asked to stop where there was nothing new to save.
+
+    Like KeyboardInterrupt no `Exception`: a signal comes in the middle of any code, and no `except Exception` there may
+    take it for an error of its own.
+    """
 
     exit_code = 75
     status = "preempted"
 
 
 def storage_reason(error: BaseException) -> str | None:
-    """The system's words when an error says that a disk is full, read-only, broken or gone; None for any other error."""
+    """The system's words when an error says that a disk is full, read-only, broken or gone; None for any other error.
+
+    Of writing: who reads what users give names the file instead, for the same numbers then mean something else.
+    """
     in_text = re.search(
         r"os error (\d+)", str(error)
     )  # safetensors raises a kind of its own with the number in its text
@@ -109,6 +116,12 @@ def storage_reason(error: BaseException) -> str | None:
     closed = (errno.EROFS, errno.EACCES, errno.EPERM)
     broken = (errno.EIO, errno.ESTALE, errno.EXDEV)
     return os.strerror(number) if number in (*full, *closed, *broken) else None
+
+
+def unreadable_file(error: BaseException) -> str | None:
+    """The file that is there and that this user may not read, when an error is about one: no disk is to blame for it."""
+    file = error.filename if isinstance(error, PermissionError) else None
+    return str(file) if file is not None and os.path.isfile(file) and not os.access(file, os.R_OK) else None
 
 
 def process_index() -> int:

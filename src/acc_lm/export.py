@@ -40,6 +40,7 @@ from acc_lm.tokenizer import first_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
 
 STEPS = "run.json"
 
@@ -72,6 +73,7 @@ def export_model(
         shutil.rmtree(work, ignore_errors=True)
         checksum = base_checksum(bare)
         if checksum is None:
+            name_padding(bare, data.tokenizer)
             bare.save_pretrained(work, state_dict=weights)
         else:
             save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
@@ -97,6 +99,14 @@ def strangers(folder: Path, made: Path) -> bool:
     """Whether a folder that is to be replaced holds files that the new one does not have, which somebody put there."""
     old, new = ({path.relative_to(each) for path in each.rglob("*") if path.is_file()} for each in (folder, made))
     return not old <= new
+
+
+def name_padding(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name what `generate` pads the shorter answers of a batch with, which it would otherwise guess with a warning."""
+    generation = model.generation_config
+    if generation is not None and generation.pad_token_id is None:
+        padding = tokenizer.pad_token_id
+        generation.pad_token_id = tokenizer.eos_token_id if padding is None else padding
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from acc_lm.attention import (
     use_block_masks,
 )
 from acc_lm.config import AdapterConfig, ModelConfig
-from acc_lm.errors import ConfigError
+from acc_lm.errors import ConfigError, MachineError, UserError
 from acc_lm.losses import (
     IGNORE_INDEX,
     LossSums,
@@ -39,8 +40,9 @@ from acc_lm.losses import (
     sums_of_logits,
 )
 from acc_lm.router import Routed, Router, find_router, recorded_router_logits, routing_sums
+from acc_lm.runtime import is_out_of_memory
 from acc_lm.throughput import Flops, count_flops, few_tokens
-from acc_lm.tokenizer import first_line
+from acc_lm.tokenizer import count_ids, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -193,6 +195,8 @@ def build_model(
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
+        for embedding in _train_every_row(model):
+            model._init_weights(embedding)  # the row was zeroed
     else:
         model = _load_pretrained(config)
     with _must_run("model"):
@@ -241,11 +245,12 @@ def make_ready(
 ) -> tuple[str, str]:
     """Types, attention and loss of a model that has its weights; returns what people are told of the last two."""
     _fit_to_recipe(model, config, tokenizer, sequence_length)
-    for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
-        parameter.data = parameter.data.to(DTYPES[config.dtype])
-    with _must_run("model"):
+    with _must_run("model"):  # in the type that the weights were drawn or stored in, which may see more
+        check_causal(model, config, sequence_length)
         attention = choose_attention(model, sequence_length)
         loss = install_loss(model)
+    for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
+        parameter.data = parameter.data.to(DTYPES[config.dtype])
     if packs:
         check_packing(model, sequence_length)
         attention = _prepare_packing(model, attention, device_type)
@@ -312,10 +317,40 @@ def _fit_to_recipe(
             "use the model's own tokenizer, or set model.resize_embeddings=true"
         )
     _check_length(model.config, sequence_length)
+    _train_every_row(model)
+    _check_checkpointing(model, config)
     if config.gradient_checkpointing:
         # transformers is renaming the switch; both names take the same keywords.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(checkpoint_arguments(config.gradient_checkpointing))
+
+
+def _train_every_row(model: PreTrainedModel) -> list[nn.Embedding]:
+    """Let the row of the padding id get its gradient like any other; returns the embeddings that exempted it.
+
+    Rows are never padded with it, and it often is the end token, which they do hold.
+    """
+    exempting = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and module.padding_idx is not None
+        # Positions that are counted from it, in a forward of their own, need it.
+        and (
+            type(module).forward is nn.Embedding.forward or "padding_idx" not in type(module).forward.__code__.co_names
+        )
+    ]
+    for module in exempting:
+        module.padding_idx = None
+    return exempting
+
+
+def _check_checkpointing(model: PreTrainedModel, config: ModelConfig) -> None:
+    if config.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"model.gradient_checkpointing must be false for a model of type {model.config.model_type}, got "
+            f"{str(config.gradient_checkpointing).lower()}, which transformers does not implement for it; set it to false"
+        )
 
 
 def check_model(
@@ -336,37 +371,68 @@ def check_model(
     Raises:
         ConfigError: with what the model's own code says, or with the parameters that would never get a gradient.
     """
+    try:
+        model = _run_on_meta(config, tokenizer, vocab_size, sequence_length, may_be_unused, adapter)
+    except ConfigError:
+        if config.config is None or "pad_token_id" in config.config:
+            raise
+        free = max(config.config.get("vocab_size", 0), vocab_size if tokenizer is None else count_ids(tokenizer))
+        # Some count positions from it on.
+        room = {"vocab_size": free + 1, "pad_token_id": free, "max_position_embeddings": free + sequence_length + 1}
+        padded = config.model_copy(update={"config": {**config.config, **room}})
+        try:
+            _run_on_meta(padded, tokenizer, vocab_size, sequence_length, may_be_unused, adapter)
+        except ConfigError:
+            pass  # so that is not what it lacks
+        else:
+            raise ConfigError(
+                f"model.config.pad_token_id must be an id that no text uses for model type {config.config['model_type']}, "
+                f"got none; name one, such as {free} with model.config.vocab_size: {free + 1}"
+            ) from None
+        raise
+    with _must_run("model.config" if config.config is not None else "model.name_or_path"):
+        _check_length(model.config, sequence_length)
+    return model
+
+
+def _run_on_meta(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    sequence_length: int,
+    may_be_unused: bool,
+    adapter: AdapterConfig,
+) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    if config.config is not None:
-        model_config = scratch_config(config, tokenizer, vocab_size)
-    else:
-        model_config = _pretrained_config(config)
-    _check_length(model_config, sequence_length)
     what = "model.config" if config.config is not None else "model.name_or_path"
+    with _must_run(what):
+        if config.config is not None:
+            model_config = scratch_config(config, tokenizer, vocab_size)
+        else:
+            model_config = _pretrained_config(config)
     with _must_run(what), torch.device("meta"):
-        try:
-            # Without a mask: transformers looks into one, which a meta tensor does not allow.
-            model = AutoModelForCausalLM.from_config(
-                model_config,
-                dtype=torch.bfloat16,  # the one type that experts' grouped products take on this device
-                trust_remote_code=config.trust_remote_code,
-                attn_implementation=register_counting_attention(),
-            )
-        except (ValueError, TypeError, KeyError):  # outside of the attention interface
-            model = AutoModelForCausalLM.from_config(
-                model_config, dtype=torch.bfloat16, trust_remote_code=config.trust_remote_code
-            )
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        )
+        _check_checkpointing(model, config)
         _do_not_look_for_padding(model)
         _choose_trained(model, config, adapter, 0, "")
+        own = model.config._attn_implementation
+        # transformers looks into a mask, and into who goes to which expert; a meta tensor allows neither.
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # outside of the attention interface
+            model.set_attn_implementation(register_counting_attention())
+        model.set_experts_implementation("batched_mm")
         try:
-            logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits
-            logits.sum().backward()
-            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error):
-                raise
-            unused = []  # this architecture looks into tensors; `build_model` runs it for real
+            unused = _unused(model, sequence_length)
+        except Exception as error:
+            try:
+                model.set_attn_implementation(own)
+                unused = _unused(model, sequence_length, masked=True)
+            except Exception:
+                if not isinstance(error, (NotImplementedError, RuntimeError)) or "meta" not in str(error):
+                    raise error from None
+                unused = []  # this architecture looks into tensors; `build_model` runs it for real
     if unused and not may_be_unused:
         raise ConfigError(
             f"{what} must use all of its parameters, got no gradient for {', '.join(unused[:3])}"
@@ -374,6 +440,90 @@ def check_model(
             "choose another model, or set distributed.find_unused_parameters=true"
         )
     return model
+
+
+def _unused(model: PreTrainedModel, sequence_length: int, masked: bool = False) -> list[str]:
+    """Names of the parameters that get no gradient in a row; of a short one, if that is enough for all.
+
+    Args:
+        masked: hand over a mask as it is added to scores, for a model whose own code reads one.
+    """
+    for length in (4, sequence_length):
+        given = {"attention_mask": torch.zeros(1, 1, length, length)} if masked else {}
+        model.zero_grad()
+        model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, **given).logits.sum().backward()
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if not unused:
+            break
+    return unused
+
+
+def check_causal(model: PreTrainedModel, config: ModelConfig, sequence_length: int) -> None:
+    """Refuse a model whose logits at a position depend on a later token, whatever its type.
+
+    The gradient of the earlier logits with respect to later embedded ids is exactly 0 in a causal model, because a hidden
+    position has a weight of exactly 0: that needs no tolerance in any dtype, however small the weights are drawn. A
+    choice without a gradient (experts that choose tokens) shows when the later ids change; an expert's batch is another
+    one then, which may round differently and once in a while tip a router, so that is a leak in half of the rows only.
+
+    Args:
+        model: on the CPU, with its own attention; left as it was.
+
+    Raises:
+        ConfigError: a logit depends on a later token.
+    """
+    text_config = model.config.get_text_config()
+    length = min(sequence_length, 16)
+    if length == 1:
+        return
+    starts = sorted({1, length // 4, length // 2, length - 1} - {0})  # of the later tokens, one for each row
+    is_later = torch.arange(length) >= torch.tensor(starts)[:, None]
+    generator = torch.Generator().manual_seed(0)
+    ids, others = torch.randint(text_config.vocab_size, (2, len(starts), length), generator=generator)
+    embedded: list[Tensor] = []
+
+    def cut(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0].clone()  # some models change it in place
+
+    was_training = model.training
+    model.eval()
+    handle = model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        with torch.random.fork_rng(devices=[]):  # some models draw numbers in every forward
+            torch.manual_seed(0)
+            logits = model(input_ids=ids, use_cache=False).logits
+            handle.remove()
+            torch.manual_seed(0)
+            with torch.no_grad():
+                half = length // 2
+                changed = model(input_ids=torch.cat([ids[:, :half], others[:, half:]], dim=1), use_cache=False).logits
+        weights = torch.randn(logits.shape[-1], generator=generator).to(logits)
+        leaks = False
+        if embedded and embedded[0].shape[:2] == ids.shape:
+            (gradient,) = torch.autograd.grad((logits @ weights)[~is_later].sum(), embedded[0])
+            leaks = bool((gradient[is_later].abs() > 0).any())
+        change = (changed - logits.detach()).abs().amax(dim=-1)
+        earlier, later = change[:, :half].amax(dim=1), change[:, half:].amax(dim=1)
+        tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 5e-2
+        leaks |= bool((earlier > tolerance * later).float().mean() >= 0.5)
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if not leaks:
+        return
+    key = "model.config" if config.config is not None else "model.name_or_path"
+    field = next((name for name in ("is_decoder", "causal") if getattr(model.config, name, None) is False), None)
+    if field is None:
+        advice = "choose another model"
+    else:
+        advice = (
+            f"set model.config.{field}=true" if config.config is not None else f"set {field}: true in its config.json"
+        )
+    raise ConfigError(
+        f"{key} must be a causal model, got one of type {model.config.model_type}, whose output at a position depends on "
+        f"later tokens; {advice}"
+    )
 
 
 def check_packing(model: PreTrainedModel, sequence_length: int) -> None:
@@ -431,7 +581,7 @@ def _loss_and_gradient(model: PreTrainedModel, **batch: Tensor) -> tuple[Tensor,
 
     def cut(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         seen.append(output.detach().requires_grad_())
-        return seen[-1]
+        return seen[-1].clone()  # some models change it in place
 
     handle = model.get_input_embeddings().register_forward_hook(cut)
     try:
@@ -443,13 +593,22 @@ def _loss_and_gradient(model: PreTrainedModel, **batch: Tensor) -> tuple[Tensor,
 
 @contextlib.contextmanager
 def _must_run(what: str) -> Iterator[None]:
-    """Whatever a model's own code raises here, it means that the recipe's model cannot be built or run."""
+    """Blame the recipe's key for whatever the model's own code raises; not for the machine or for a signal."""
     try:
         yield
-    except ConfigError:
+    except UserError:
         raise
+    except ImportError as error:
+        raise MachineError(f"{what} must have its libraries, got: {first_line(error)}; install them") from None
     except Exception as error:
+        if _is_of_machine(error):
+            raise
         raise ConfigError(f"{what} must be a model that runs, got: {first_line(error)}; change the sizes") from None
+
+
+def _is_of_machine(error: Exception) -> bool:
+    """Memory that ran out, or a full disk, which no other model or size in the recipe stands for."""
+    return is_out_of_memory(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def install_loss(model: PreTrainedModel) -> str:
@@ -516,27 +675,36 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
 def scratch_config(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None = None
 ) -> PreTrainedConfig:
-    """The model's config; sizes and ids that the recipe leaves out come from the tokenizer."""
+    """The model's config; the size and the ids that the recipe leaves out come from the tokenizer.
+
+    Without a padding id, unless the recipe names one: models treat its row as if no text held it.
+    """
     from transformers import AutoConfig
 
     values = dict(config.config or {})
-    if tokenizer is not None:
-        values.setdefault("vocab_size", count_ids(tokenizer))
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            values.setdefault(name, getattr(tokenizer, name))
-    else:
-        values.setdefault("vocab_size", vocab_size)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            values.setdefault(name, 0)
+    values.setdefault("vocab_size", vocab_size if tokenizer is None else count_ids(tokenizer))
+    for name in ("bos_token_id", "eos_token_id"):
+        values.setdefault(name, 0 if tokenizer is None else getattr(tokenizer, name))
+    padding = values.setdefault("pad_token_id", None)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given = values[name]
         if isinstance(given, int) and not 0 <= given < values["vocab_size"]:
             raise ConfigError(
                 f"model.config.{name} must be an id below vocab_size {values['vocab_size']}, got {given}; leave it out"
             )
+    if padding is not None and _is_in_text(padding, values, tokenizer):
+        raise ConfigError(
+            f"model.config.pad_token_id must be an id that no text uses, got {padding}; leave it out: no row is padded with it"
+        )
     made = AutoConfig.for_model(values.pop("model_type"), **values)
     refuse_kernels(made, config.trust_remote_code, "model.config")
     return made
+
+
+def _is_in_text(token_id: int, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    if token_id in (config["bos_token_id"], config["eos_token_id"]):
+        return True
+    return tokenizer is not None and token_id in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
 
 
 def _pretrained_config(config: ModelConfig) -> PreTrainedConfig:
@@ -559,6 +727,8 @@ def _pretrained_config(config: ModelConfig) -> PreTrainedConfig:
     try:
         found = AutoConfig.from_pretrained(name, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # each failure of the Hub or the file has its own kind; all mean: no usable model
+        if _is_of_machine(error):
+            raise
         raise ConfigError(f"model.name_or_path {_why_not(name, error)}") from None
     refuse_kernels(found, config.trust_remote_code, "model.name_or_path")
     return found
@@ -592,6 +762,8 @@ def _load_pretrained(config: ModelConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
         )
     except Exception as error:  # as above
+        if _is_of_machine(error):
+            raise
         raise ConfigError(f"model.name_or_path {_why_not(name, error)}") from None
 
 
@@ -619,11 +791,6 @@ def _check_length(config: PreTrainedConfig, sequence_length: int) -> None:
             f"data.sequence_length must be at most the model's max_position_embeddings {limit}, got {sequence_length}; "
             "lower it, or raise the model's"
         )
-
-
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Smallest vocabulary that holds every id of the tokenizer."""
-    return max(len(tokenizer), 1 + max(int(i) for i in tokenizer.get_vocab().values()))
 
 
 def dropout_of(model: PreTrainedModel) -> float:

@@ -280,6 +280,8 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(error.problem or error.context).split())
         raise ConfigError(f"{file}{line}: must be YAML, got {problem}; correct that line") from None
+    except OSError as error:
+        raise ConfigError(f"{file} must be readable, got: {error.strerror}; change its permissions") from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file} must be YAML in UTF-8, got {' '.join(str(error).split())}; correct the file"

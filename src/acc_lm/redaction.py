@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 
 HIDDEN = "***"
 _WORDS = r"api[_-]?key|secret|passw(?:or)?d|credential|(?:access|private)[_-]?key"
 SECRET_NAME = re.compile(rf"token$|{_WORDS}", re.IGNORECASE)
-SECRET_VALUE = re.compile(rf"((?:token|(?:{_WORDS})[\w-]*)=[\"']?)[^\s\"']+", re.IGNORECASE)
-URL_LOGIN = re.compile(r"(\w://)([^/\s@\"']+)@")
+SECRET_VALUE = re.compile(rf"((?:token=|(?:{_WORDS})[\w-]*[\"']?(?:=|:\s+)|\bbearer\s+)[\"']?)[^\s\"']+", re.IGNORECASE)
+URL_LOGIN = re.compile(r"(\w://)([^/?#\s\"']+)@")
+SECRET_WORD = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,})")
+"""Tokens that are known by how they begin: of the Hub, OpenAI and GitHub."""
 SHORTEST_SECRET = 8  # characters; shorter values of the environment are words that may stand anywhere
 # C0 and C1 controls, marks that change the direction of the text around them, and halves of characters.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -27,7 +31,8 @@ def redact(text: str) -> str:
         for secret in [value] * is_secret(name) + passwords:
             if len(secret) >= SHORTEST_SECRET:
                 text = text.replace(secret, HIDDEN)
-    return SECRET_VALUE.sub(rf"\g<1>{HIDDEN}", URL_LOGIN.sub(rf"\g<1>{HIDDEN}@", text))
+    text = SECRET_VALUE.sub(rf"\g<1>{HIDDEN}", URL_LOGIN.sub(rf"\g<1>{HIDDEN}@", text))
+    return SECRET_WORD.sub(HIDDEN, text)
 
 
 def redact_words(words: list[str]) -> list[str]:
@@ -37,6 +42,13 @@ def redact_words(words: list[str]) -> list[str]:
         HIDDEN if option.startswith("--") and is_secret(option) else redact(word)
         for option, word in zip(before, words, strict=False)
     ]
+
+
+def print_anything() -> None:
+    """Let stdout and stderr spell out a character that the terminal's encoding lacks, instead of ending the run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str, keep: str = "") -> str:

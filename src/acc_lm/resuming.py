@@ -28,7 +28,7 @@ from acc_lm.retention import (
     problem_with,
     set_aside,
 )
-from acc_lm.runtime import Identity, environment, on_main
+from acc_lm.runtime import Identity, close, environment, on_main
 from acc_lm.summary import ENVIRONMENT, read_summary, write_json
 
 if TYPE_CHECKING:
@@ -108,8 +108,13 @@ def origin_of(tokenizer: PreTrainedTokenizerBase, base: str) -> dict[str, str]:
     return {"base_weights": base, "vocabulary": xxhash.xxh3_128_hexdigest(repr((ids, tokenizer.eos_token_id)).encode())}
 
 
-def check_same_origin(checkpoint: Checkpoint, config: Config, data_key: str, origin: dict[str, str]) -> None:
+def check_same_origin(
+    checkpoint: Checkpoint, config: Config, data_key: str, origin: dict[str, str], former_key: str | None = None
+) -> None:
     """Refuse a checkpoint that was trained on other rows, with other ids, or from another base model.
+
+    Args:
+        former_key: what an earlier version called the same rows; None when it had others.
 
     Raises:
         CheckpointError: with the ways out.
@@ -121,7 +126,7 @@ def check_same_origin(checkpoint: Checkpoint, config: Config, data_key: str, ori
         )
     if config.checkpoint.allow_changed_recipe:
         return
-    if state["data_key"] != data_key:
+    if state["data_key"] not in (data_key, former_key):
         raise CheckpointError(
             f"{checkpoint.folder} must have been trained on this text, got other text (its content or its tokenizer changed); "
             f"{other}, or checkpoint.allow_changed_recipe=true"
@@ -182,15 +187,21 @@ def _next_name(output_dir: str) -> str:
     return f"{stem}-{int(number) + 1}" if dash and number.isdigit() else f"{output_dir}-2"
 
 
-def already_complete(accelerator: Accelerator, output_dir: Path, config: Config) -> str | None:
-    """The line that ends the start of a run which was finished and has lost its checkpoints since; None for any other.
+def is_complete(accelerator: Accelerator, output_dir: Path, config: Config) -> bool:
+    """Whether the run was finished and has lost its checkpoints since: then that is said, and this start is over.
 
     Without a checkpoint it would begin anew, over its own record and its model.
 
     Raises:
         ConfigError, CheckpointError: it was finished by another recipe, or it is not known whether it was.
     """
-    return on_main(accelerator, lambda: _already_complete(output_dir, config))
+    line = on_main(accelerator, lambda: _already_complete(output_dir, config))
+    if line is None:
+        return False
+    if accelerator.is_main_process:
+        print(line, flush=True)
+    close(accelerator)
+    return True
 
 
 def _already_complete(output_dir: Path, config: Config) -> str | None:
@@ -205,12 +216,13 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
     try:
         if "exported_step" not in summary:
             raise ConfigError("no word of it in summary.json")
-        old = load_config(output_dir / "config.yaml").model_dump(mode="json")
-    except ConfigError as error:
+        finished = load_config(output_dir / "config.yaml")
+    except (UserError, OSError) as error:
         raise CheckpointError(
-            f"{final} must be the end of a run that is known, got one without checkpoints: {error.problems[0]}; {ways}"
+            f"{final} must be the end of a run that is known, got one without checkpoints: {error}; {ways}"
         ) from None
-    new = config.model_dump(mode="json")
+    same_day = with_day(config, config.data.chat_template_date or finished.data.chat_template_date)
+    old, new = finished.model_dump(mode="json"), same_day.model_dump(mode="json")
     changes = learned_changes(old, new)
     for section, key in (("training", "max_steps"), ("training", "num_epochs"), ("checkpoint", "resume")):
         was, now = old[section][key], new[section][key]
@@ -224,7 +236,7 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
             ),
             f"there is no checkpoint of it to go on from; {ways}",
         )
-    return f"already complete: step {summary.get('step')}, exported to {final}; its checkpoints are gone, and nothing was changed"
+    return f"already complete: step {summary['exported_step']}, exported to {final}; its checkpoints are gone, and nothing was changed"
 
 
 def begin(

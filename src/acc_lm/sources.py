@@ -8,20 +8,25 @@ import glob
 import io
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from acc_lm.cache import cache_folder, make_once, read_facts, write_facts
 from acc_lm.config import DataConfig
-from acc_lm.errors import DataError
+from acc_lm.errors import DataError, is_main_process
 
 SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+JSON_LINES = 20  # first lines of a text file that are looked at for JSON
 LONGEST_LINE = 100_000_000  # bytes of a record; a file without line breaks would otherwise fill the memory
 
 
@@ -54,12 +59,16 @@ class Corpus:
 
     key: str
     """Hash of the content; equal content, equal key, wherever it lies."""
+    former_key: str | None
+    """Key that acc-lm gave it up to rows-1, by names and times too; None when it was read otherwise then."""
     train: Callable[[Skipped], Iterator[Document]]
     evaluation: Callable[[Skipped], Iterator[Document]] | None
     """None: a share of `train` is held out."""
     num_bytes: int | None = None
     """Size on disk, for the progress bar."""
     facts: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[], None] = lambda: None
+    """Raises a `DataError` when the content is no longer that of the key."""
 
 
 Reader = Callable[[Any, str, Skipped], str | None]
@@ -86,15 +95,25 @@ def open_corpus(config: DataConfig, seed: int, read: Reader | None = None) -> Co
         return _hub_corpus(config, read)
     if config.source == "python_stdlib":
         files = python_stdlib_files()
-        return Corpus(content_key(files, "utf-8"), lambda skipped: _whole_files(files), None, _total_size(files))
+        size = _total_size(files)
+        return Corpus(*content_keys(files, "utf-8"), lambda skipped: _whole_files(files), None, size)
     train_files = find_files(config.files, "data.files")
     eval_files = find_files(config.eval_files, "data.eval_files") if config.eval_files else []
     only_records, reader = read is not None, read or text_in(config.text_column)
+    sides = [(side, *content_keys(side, config.text_column)) for side in (train_files, eval_files)]
+
+    def check() -> None:
+        for side, key, _ in sides:
+            check_content(side, config.text_column, key)
+
+    former_keys = [former_key for _, _, former_key in sides]
     return Corpus(
-        key=content_key(train_files, config.text_column) + content_key(eval_files, config.text_column),
+        key="".join(key for _, key, _ in sides),
+        former_key=None if None in former_keys else "".join(map(str, former_keys)),
         train=lambda skipped: read_files(train_files, reader, skipped, only_records),
         evaluation=(lambda skipped: read_files(eval_files, reader, skipped, only_records)) if eval_files else None,
         num_bytes=_total_size(train_files + eval_files),
+        check=check,
     )
 
 
@@ -108,7 +127,7 @@ def columns_of(config: DataConfig) -> tuple[list[str], str] | None:
         return list(_load_split(config, config.dataset_split).column_names), str(config.dataset)
     if config.source == "files":
         for file in find_files(config.files, "data.files"):
-            if file.suffix in RECORD_SUFFIXES:
+            if has_records(file):
                 place, record = next(_records(file), (str(file), {}))
                 return (list(record) if isinstance(record, dict) else []), place
     return None
@@ -121,28 +140,33 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
     """The files that paths and globs name, each once, in order."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        full = os.path.expanduser(pattern)
-        matches = (
-            [full] if os.path.isfile(full) else sorted(p for p in glob.glob(full, recursive=True) if os.path.isfile(p))
-        )
-        if not matches:
-            folder = os.path.dirname(full) or "."
-            names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-            near = difflib.get_close_matches(os.path.basename(full), names, n=1)
-            hint = f"paths are relative to {os.getcwd()}" if not os.path.isabs(pattern) else f"correct {key}"
-            hint = f"nearest: {os.path.join(folder, near[0])}" if near else hint
-            if os.path.isdir(full):
-                wanted = f"name a file; a folder is named with a glob such as {os.path.join(pattern, '*.txt')}"
-            else:
-                wanted = "fit at least one file" if glob.has_magic(full) else "name an existing file"
-            raise DataError(f"{key} must {wanted}, got {pattern!r}; {hint}")
-        found |= dict.fromkeys(Path(match).absolute() for match in matches)
+        with reading(pattern):
+            found |= dict.fromkeys(_matches(pattern, key))
     empty = [file for file in found if file.stat().st_size == 0]
     if empty:
         raise DataError(
             *(f"{file} must hold text, got an empty file (0 bytes); remove it from {key}" for file in empty)
         )
     return list(found)
+
+
+def _matches(pattern: str, key: str) -> list[Path]:
+    full = os.path.expanduser(pattern)
+    matches = (
+        [full] if os.path.isfile(full) else sorted(p for p in glob.glob(full, recursive=True) if os.path.isfile(p))
+    )
+    if not matches:
+        folder = os.path.dirname(full) or "."
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        near = difflib.get_close_matches(os.path.basename(full), names, n=1)
+        hint = f"paths are relative to {os.getcwd()}" if not os.path.isabs(pattern) else f"correct {key}"
+        hint = f"nearest: {os.path.join(folder, near[0])}" if near else hint
+        if os.path.isdir(full):
+            wanted = f"name a file; a folder is named with a glob such as {os.path.join(pattern, '*.txt')}"
+        else:
+            wanted = "fit at least one file" if glob.has_magic(full) else "name an existing file"
+        raise DataError(f"{key} must {wanted}, got {pattern!r}; {hint}")
+    return [Path(match).absolute() for match in matches]
 
 
 def python_stdlib_files() -> list[Path]:
@@ -162,10 +186,30 @@ def python_stdlib_files() -> list[Path]:
     return files
 
 
+def has_records(file: Path) -> bool:
+    """Whether a file is of records, by its name; any other is one document."""
+    return file.suffix.lower() in RECORD_SUFFIXES
+
+
+@contextmanager
+def reading(file: Path | str) -> Iterator[None]:
+    """Name the file when the system refuses to read it, which says nothing about any disk that is written to.
+
+    Raises:
+        DataError: it cannot be opened or read.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        raise DataError(f"{file} must be readable, got: {reason}; repair it or its permissions") from None
+
+
 def _whole_files(files: list[Path]) -> Iterator[Document]:
     for file in files:
         try:
-            yield Document(file.read_bytes().decode("utf-8"), str(file))
+            with reading(file):
+                yield Document(file.read_bytes().decode("utf-8"), str(file))
         except UnicodeDecodeError:
             continue  # a handful of library modules are kept in an old encoding on purpose
 
@@ -175,7 +219,7 @@ def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: 
     for file in files:
         before = skipped.count
         count = 0
-        if file.suffix in RECORD_SUFFIXES:
+        if has_records(file):
             for place, record in _records(file):
                 text = read(record, place, skipped)
                 if text is not None:
@@ -184,7 +228,7 @@ def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: 
         elif only_records:
             raise DataError(f"{file} must hold records for this data.format, got a text file; name others")
         else:
-            text = _decode(file.read_bytes(), str(file))
+            text = _whole_text(file)
             if text.strip():
                 count += 1
                 yield Document(text, str(file))
@@ -195,10 +239,30 @@ def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: 
 
 def read_shard(file: Path, column: str) -> Iterator[tuple[str, Any]]:
     """(place, record) of each record of a file; a txt file is one, with its text in `column`."""
-    if file.suffix in RECORD_SUFFIXES:
+    if has_records(file):
         yield from _records(file)
     else:
-        yield str(file), {column: _decode(file.read_bytes(), str(file))}
+        yield str(file), {column: _whole_text(file)}
+
+
+def _whole_text(file: Path) -> str:
+    with reading(file):
+        text = _decode(file.read_bytes(), str(file))
+    lines = (match[0] for match in islice(re.finditer(r"\S[^\r\n]*", text), JSON_LINES))
+    first = [next(lines, ""), next(lines, "")]
+    if all(map(_is_json_object, first)) and all(map(_is_json_object, lines)):
+        raise DataError(
+            f"{file} must be text, got a JSON object on every line; give it a name that ends in .jsonl, "
+            "or make the JSON the text of a record to learn the braces too"
+        )
+    return text
+
+
+def _is_json_object(line: str) -> bool:
+    try:
+        return line.startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _decode(raw: bytes, place: str) -> str:
@@ -220,8 +284,9 @@ def _decode(raw: bytes, place: str) -> str:
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
     """(place for error messages, record) of each record of a file."""
-    reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[file.suffix]
-    yield from reader(file)
+    reader = dict(zip(RECORD_SUFFIXES, (_jsonl, _jsonl, _json, _csv, _parquet, _arrow), strict=True))
+    with reading(file):
+        yield from reader[file.suffix.lower()](file)
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
@@ -267,23 +332,35 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST_LINE)
-    reader = csv.DictReader(io.StringIO(_decode(file.read_bytes(), str(file)), newline=""))
+    reader = csv.reader(io.StringIO(_decode(file.read_bytes(), str(file)), newline=""), strict=True)
+    columns: list[str] | None = None
+    begin = 1  # line on which the record begins
     try:
-        for record in reader:
-            yield f"{file}:{reader.line_num}", {key: value for key, value in record.items() if key is not None}
+        for values in reader:
+            if columns is None and values:
+                columns = values
+                _check_names(columns, f"{file}:{begin}")
+            elif columns is not None and values:
+                if len(values) != len(columns):  # a comma or a line break in a text without quotes cuts it short
+                    raise DataError(
+                        f"{file}:{begin}: must have {len(columns)} fields as the first line has, got {len(values)}; "
+                        "put quotes around a text with commas or line breaks"
+                    )
+                yield f"{file}:{reader.line_num}", dict(zip(columns, values, strict=True))
+            begin = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{file}:{reader.line_num + 1}: must be CSV, got: {error}; correct that line") from None
+        problem = str(error).replace("unexpected end of data", "a quote that is opened there and never closed")
+        raise DataError(f"{file}:{begin}: must be CSV, got: {problem}; correct that line") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        yield from _arrow_batches(file, pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024))
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{file} must be a Parquet file, got {' '.join(str(error).split())[:120]}; write it again"
-        ) from None
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        yield from _arrow_batches(file, table.iter_batches(batch_size=1024))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a corrupt page is an OSError
+        raise _no_table(file, "a Parquet file", error) from None
 
 
 def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
@@ -291,22 +368,30 @@ def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         with pyarrow.memory_map(str(file)) as source:
-            try:
-                reader = pyarrow.ipc.open_stream(source)
-                yield from _arrow_batches(file, iter(reader))
-            except pyarrow.ArrowInvalid:
-                file_reader = pyarrow.ipc.open_file(source)
-                batches = (file_reader.get_batch(i) for i in range(file_reader.num_record_batches))
+            is_stream = source.read(6) != b"ARROW1"
+            source.seek(0)
+            if is_stream:
+                yield from _arrow_batches(file, iter(pyarrow.ipc.open_stream(source)))
+            else:
+                reader = pyarrow.ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
                 yield from _arrow_batches(file, batches)
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"{file} must be an Arrow file, got {' '.join(str(error).split())[:120]}; write it again"
-        ) from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a corrupt page is an OSError
+        raise _no_table(file, "an Arrow file", error) from None
+
+
+def _no_table(file: Path, kind: str, error: Exception) -> Exception:
+    """The error of a file that pyarrow cannot read; the system's own stays what it is."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return DataError(f"{file} must be {kind}, got {' '.join(str(error).split())[:120]}; write it again")
 
 
 def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
     number = 0
     for batch in batches:
+        _check_names(batch.schema.names, str(file))
+        batch.validate(full=True)  # offsets and lengths of a damaged file would be followed anywhere
         for record in batch.to_pylist():
             number += 1
             yield f"{file}: record {number}", _as_written(record, batch.schema)
@@ -326,6 +411,11 @@ def _as_written(record: dict[str, Any], schema: Any) -> dict[str, Any]:
         return value
 
     return {field.name: without(record[field.name], field.type) for field in schema}
+
+
+def _check_names(columns: list[str], place: str) -> None:
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise DataError(f"{place}: must name each column once, got {twice[0]!r} twice; rename one")
 
 
 def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | None:
@@ -360,15 +450,39 @@ def kind_of(value: Any) -> str:
     return names.get(type(value).__name__, "a number")
 
 
-def content_key(files: list[Path], extra: str) -> str:
-    """Hash of names and contents; the folder does not count, so that a corpus can be moved."""
-    digest = xxhash.xxh3_128(extra.encode())
+def content_keys(files: list[Path], extra: str) -> tuple[str, str | None]:
+    """Hash of contents and kinds of files, and as up to rows-1 of their names too, None where a kind was not known then.
+
+    Neither folder nor time counts, so that a corpus can be moved.
+    """
+    digest, former = xxhash.xxh3_128(extra.encode()), xxhash.xxh3_128(extra.encode())
     for file in files:
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
+        with reading(file), file.open("rb") as stream:
+            size, suffix = os.fstat(stream.fileno()).st_size, file.suffix.lower() if has_records(file) else ".txt"
+            digest.update(f"\0{'.jsonl' if suffix == '.ndjson' else suffix}\0{size}\0".encode())
+            former.update(f"\0{file.name}\0{size}\0".encode())
             while block := stream.read(1 << 24):
                 digest.update(block)
-    return digest.hexdigest()
+                former.update(block)
+    return digest.hexdigest(), former.hexdigest() if were_known(files) else None
+
+
+def were_known(files: list[Path]) -> bool:
+    """Whether up to rows-1 the names of these files said the same of what they hold."""
+    return all(file.suffix in RECORD_SUFFIXES and file.suffix != ".ndjson" for file in files if has_records(file))
+
+
+def check_content(files: list[Path], extra: str, key: str) -> None:
+    """Refuse files that were written to after their key was made, for what was read of them is of neither content.
+
+    Raises:
+        DataError: naming the file that was written to last.
+    """
+    if content_keys(files, extra)[0] != key:
+        newest = max(files, key=lambda file: file.stat().st_mtime_ns)
+        raise DataError(
+            f"{newest} must stay as it is while it is read, got other content at the end; start again once it is complete"
+        )
 
 
 def hash_text(text: str) -> str:
@@ -432,12 +546,27 @@ def _hub_corpus(config: DataConfig, read: Reader | None) -> Corpus:
 
     train = load(config.dataset_split)
     evaluation = load(config.eval_split) if config.eval_split else None
-    key = train._fingerprint + (evaluation._fingerprint if evaluation is not None else "")
+    sides = [train] if evaluation is None else [train, evaluation]
     return Corpus(
-        key=hash_text(key + config.text_column),
+        key=hash_text(repr(([_records_key(side, config) for side in sides], config.text_column))),
+        former_key=hash_text("".join(side._fingerprint for side in sides) + config.text_column),
         train=documents(train, config.dataset_split),
         evaluation=documents(evaluation, config.eval_split) if evaluation is not None and config.eval_split else None,
     )
+
+
+def _records_key(dataset: Any, config: DataConfig) -> str:
+    """Hash of the records, made once for each fingerprint, which on this machine stands for a place and its time."""
+
+    def build(work: Path) -> None:
+        digest = xxhash.xxh3_128()
+        for batch in dataset.with_format("arrow").iter(batch_size=1024):
+            for record in batch.to_pylist():
+                digest.update(json.dumps(record, default=str).encode())
+        write_facts(work, {"key": digest.hexdigest()})
+
+    name = hash_text(f"records {dataset._fingerprint}")
+    return str(read_facts(make_once(cache_folder(config.cache_dir), name, build, is_main_process()))["key"])
 
 
 # --- synthetic -----------------------------------------------------------------------------------------------------
@@ -472,8 +601,10 @@ def _synthetic_corpus(config: DataConfig, seed: int) -> Corpus:
         yield Document("".join(np.array(list(SYMBOLS))[states]), None)
 
     held_out = max(1000, int(config.synthetic_tokens * config.eval_fraction))
+    key = hash_text(f"synthetic-1 {seed} {config.synthetic_tokens} {held_out}")
     return Corpus(
-        key=hash_text(f"synthetic-1 {seed} {config.synthetic_tokens} {held_out}"),
+        key=key,
+        former_key=key,
         train=lambda skipped: walk(0, config.synthetic_tokens),
         evaluation=lambda skipped: walk(1, held_out),
         facts={"entropy_rate": entropy_rate(transitions)},

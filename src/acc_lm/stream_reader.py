@@ -30,7 +30,7 @@ import numpy as np
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError
 from acc_lm.order import other_permutation
-from acc_lm.sources import Skipped, find_files, hash_text, read_shard, stream_dataset, text_in
+from acc_lm.sources import Skipped, find_files, hash_text, read_shard, stream_dataset, text_in, were_known
 from acc_lm.tokenizer import pieces_of
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class Shards:
     """Hash of the names: the text itself is not read before it is learned."""
     open: Callable[[int], Iterator[tuple[str, Any]]]
     """Number of a shard -> (place for error messages, record) of each of its records."""
+    former_key: str | None = None
+    """Key that acc-lm gave it up to rows-1, by the folder of a dataset too; None when it was read otherwise then."""
 
 
 def open_shards(config: DataConfig) -> Shards:
@@ -94,7 +96,9 @@ def open_shards(config: DataConfig) -> Shards:
     if config.source == "files":
         files = find_files(config.files, "data.files")
         key = hash_text(repr([file.name for file in files]))  # no sizes: a shard that was cut short may be repaired
-        return Shards(tuple(map(str, files)), key, lambda number: read_shard(files[number], config.text_column))
+        former_key = key if were_known(files) else None
+        names = tuple(map(str, files))
+        return Shards(names, key, lambda number: read_shard(files[number], config.text_column), former_key)
     dataset = stream_dataset(config, config.dataset_split)
     about = f"{config.dataset} ({config.dataset_split})"
     names = tuple(f"{about}: shard {number}" for number in range(dataset.num_shards))
@@ -103,7 +107,10 @@ def open_shards(config: DataConfig) -> Shards:
         for count, record in enumerate(dataset.shard(dataset.num_shards, number), start=1):
             yield f"{names[number]}: record {count}", record
 
-    return Shards(names, hash_text(repr((names, config.dataset_config))), read)
+    folder = os.path.isdir(str(config.dataset))  # what it is called, wherever it lies
+    name = os.path.basename(os.path.abspath(str(config.dataset))) if folder else config.dataset
+    key = hash_text(repr((name, config.dataset_split, len(names), config.dataset_config)))
+    return Shards(names, key, read, hash_text(repr((names, config.dataset_config))))
 
 
 class Stream:
@@ -177,7 +184,7 @@ class Stream:
         """(position of its first id, ids) of a few documents at a time, each with the end token, from `start` on."""
         offset = start.offset
         for batch, error in _in_batches(self._documents(start)):
-            pieces = [pieces_of(text) for _, text in batch]
+            pieces = [pieces_of(text, self._encoder) for _, text in batch]
             encoded = iter(self._encoder.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False))
             done = []
             for (position, _), own in zip(batch, pieces, strict=True):

@@ -24,7 +24,7 @@ from acc_lm.errors import CheckpointError, DataError
 from acc_lm.order import StreamOrder
 from acc_lm.packing import apart, shifted
 from acc_lm.stream_reader import CHUNK, HEADER, QUEUED_CHUNKS, State, command
-from acc_lm.tokenizer import text_encoder
+from acc_lm.tokenizer import count_ids, id_dtype, text_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         self.sequence_length, self.num_streams = config.sequence_length, config.num_streams
         self.end = None if config.attend_across_documents else tokenizer.eos_token_id
         self._config, self._seed = config, seed
-        self._dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+        self._dtype = np.dtype(id_dtype(count_ids(tokenizer)))
         self._job = {"tokenizer": text_encoder(tokenizer).to_str(), "end": tokenizer.eos_token_id}
         self._readers: dict[int, Reader] = {}
         self._states: dict[int, State] = {}

@@ -79,7 +79,11 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedT
         )
         backend.train_from_iterator(iter(()) if config.kind == "byte" else iter(texts), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END_TOKEN, bos_token=END_TOKEN, pad_token=END_TOKEN
+        tokenizer_object=backend,
+        eos_token=END_TOKEN,
+        bos_token=END_TOKEN,
+        pad_token=END_TOKEN,
+        padding_side="left",  # an answer goes on from the last token of its row
     )
 
 
@@ -94,11 +98,13 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return backend
 
 
-def pieces_of(text: str) -> list[str]:
-    """A document in pieces that can be encoded one by one.
+def pieces_of(text: str, encoder: Tokenizer) -> list[str]:
+    """A document in pieces that can be encoded one by one; in one piece for a tokenizer that marks where a text begins.
 
     Cut before a line break that follows a letter or digit, where byte-level pre-tokenizers cut anyway.
     """
+    if len(text) <= PIECE or not encodes_pieces(encoder):
+        return [text]
     pieces, start = [], 0
     while len(text) - start > PIECE:
         end = start + PIECE
@@ -111,6 +117,25 @@ def pieces_of(text: str) -> list[str]:
         pieces.append(text[start:end])
         start = end
     return [*pieces, text[start:]]
+
+
+def encodes_pieces(encoder: Tokenizer) -> bool:
+    """Whether pieces of a text have the ids that they have in the whole; sentencepiece's prefix would come before each."""
+
+    def ids(text: str) -> list[int]:
+        return list(encoder.encode(text, add_special_tokens=False).ids)
+
+    return all(ids(head + tail) == ids(head) + ids(tail) for head, tail in (("word", "\nword"), ("1", "\n\n  a")))
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Smallest vocabulary that holds every id of the tokenizer."""
+    return max(len(tokenizer), 1 + max(int(i) for i in tokenizer.get_vocab().values()))
+
+
+def id_dtype(num_ids: int) -> type[np.unsignedinteger]:
+    """Smallest type that holds every id of a vocabulary of that size."""
+    return np.uint16 if num_ids <= 1 << 16 else np.uint32
 
 
 def token_bytes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:

@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
+from acc_lm.redaction import print_anything
 
 
 @contextmanager
@@ -33,6 +34,7 @@ def stdout_on_stderr(is_wanted: bool = True) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry of the `acc-lm` command; returns the exit code."""
+    print_anything()
     parser = argparse.ArgumentParser(prog="acc-lm", description="The companions of a training run.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 

@@ -95,7 +95,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     from acc_lm.adapter import lora_settings, save_adapter
     from acc_lm.checkpoint import BUFFER, read_tensors
     from acc_lm.config import AdapterConfig, ModelConfig
-    from acc_lm.export import write_steps, written_aside
+    from acc_lm.export import name_padding, write_steps, written_aside
     from acc_lm.runtime import WEIGHT, quiet_libraries
 
     _whole(folder)
@@ -123,7 +123,9 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
             model_section = ModelConfig.model_validate_json(json.dumps(recipe["model"]))
             save_adapter(work, weights, lora_settings(adapter, targets), model_section, state["base"])
         else:
-            _whole_model(folder, state, weights).save_pretrained(work)
+            model = _whole_model(folder, state, weights)
+            name_padding(model, saved_tokenizer)
+            model.save_pretrained(work)
         saved_tokenizer.save_pretrained(work)
         step = state["progress"]["step"]
         write_steps(work, step, step)

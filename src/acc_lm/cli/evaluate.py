@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli import stdout_on_stderr
 from acc_lm.config import Config
-from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError, StorageError, storage_reason
+from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError
 from acc_lm.recipe import dump_config, load_config
 from acc_lm.redaction import printable
 
@@ -83,8 +83,8 @@ def evaluate(request: Request) -> int:
         if found is not None:
             _report(*found, request.as_json)
     except OSError as error:
-        if reason := storage_reason(error):
-            raise StorageError(f"the disk must be writable, got: {reason} ({error}); free some space") from None
+        if explained := explain(error, None):
+            raise explained from None
         raise
     except RuntimeError as error:
         explained = explain(error, config)
@@ -175,6 +175,8 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         raise ConfigError(
             f"--data must name files to evaluate on, got none for the run of a {kind}; add its held-out files, or use train.py --eval-only"
         )
+    from acc_lm.runtime import world_size
+
     training = recipe.get("training", {})
     if run is not None and not request.data:
         data |= _places_from(_environment_of(run)["working_directory"], data)
@@ -195,7 +197,7 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         "training": {
             "max_steps": 1,
             "micro_batch_size": rows,
-            "global_batch_size": rows * int(os.environ.get("WORLD_SIZE", "1")),
+            "global_batch_size": rows * world_size(),
             "mixed_precision": training.get("mixed_precision"),
             "allow_tf32": training.get("allow_tf32", False),
         },

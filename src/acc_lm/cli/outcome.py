@@ -17,7 +17,7 @@ import psutil
 from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.config import Config
 from acc_lm.errors import EXIT_INTERRUPTED, Preempted, UserError, print_problems
-from acc_lm.redaction import redact
+from acc_lm.redaction import print_anything, redact
 from acc_lm.stop import StopRequest, die_with_launcher
 from acc_lm.summary import open_output_dir, write_failure
 
@@ -42,6 +42,7 @@ def run_to_its_end(
     """Parse the command line, train, and turn whatever comes of it into the exit code that it stands for."""
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
     began, is_ours = time.time(), False
+    print_anything()
     gc.disable()  # until the libraries are loaded, see `runtime.keep_libraries`
     try:
         parsed = parse_train_arguments(arguments, default_recipe)

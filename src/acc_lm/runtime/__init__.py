@@ -51,7 +51,7 @@ from acc_lm.runtime.engines import (
 from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
-from acc_lm.runtime.memory import Memory, fit_micro_batch, peak_memory_gb
+from acc_lm.runtime.memory import Memory, fit_micro_batch, is_out_of_memory, peak_memory_gb
 from acc_lm.runtime.pace import Pace
 from acc_lm.runtime.peers import Peers
 from acc_lm.runtime.pieces import (
@@ -64,7 +64,7 @@ from acc_lm.runtime.pieces import (
     publish_weights,
     start_state,
 )
-from acc_lm.runtime.strategy import bare_model
+from acc_lm.runtime.strategy import bare_model, world_size
 from acc_lm.runtime.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.traffic import Traffic, received_over_tcp, summary
 
@@ -98,6 +98,7 @@ __all__ = [
     "gather_tensor",
     "identify",
     "initialise_once",
+    "is_out_of_memory",
     "keep_gradients_home",
     "keep_libraries",
     "machine",
@@ -121,4 +122,5 @@ __all__ = [
     "warm_up",
     "whole_shapes",
     "without_launch",
+    "world_size",
 ]

@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from acc_lm.config import Config
-from acc_lm.errors import MachineError, StorageError, UserError, storage_reason
+from acc_lm.errors import DataError, MachineError, StorageError, UserError, storage_reason, unreadable_file
 from acc_lm.runtime.memory import is_out_of_memory, out_of_memory
 from acc_lm.runtime.peers import Peers
 
@@ -34,7 +34,9 @@ def forget(accelerator: Accelerator) -> None:
 
 
 def explain(error: Exception, config: Config | None) -> UserError | None:
-    """What broke beneath the code, if that is known: a disk, memory, or another process of the run."""
+    """What broke beneath the code, if that is known: a file, a disk, memory, or another process of the run."""
+    if unreadable := unreadable_file(error):
+        return DataError(f"{unreadable} must be readable, got: {error}; change its permissions")
     if storage := storage_reason(error):
         return StorageError(f"the disk must be writable, got: {storage} ({error}); free some space and start again")
     if config is None:

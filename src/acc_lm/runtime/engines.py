@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.errors import DivergedError, MachineError, UserError
+from acc_lm.errors import DivergedError, MachineError, Preempted, UserError
 from acc_lm.rows import Batch
 from acc_lm.runtime.deepspeed import partition
 from acc_lm.runtime.fp8 import check_layers
@@ -27,7 +27,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = None) -> T:
-    """What the main process gets from `function`, or the user's error that it raises there, on every process.
+    """What the main process gets from `function`, or the user's error or stop that it raises there, on every process.
 
     Args:
         group: all processes, in a group of their own; None: the one that training uses.
@@ -36,7 +36,7 @@ def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = No
     if accelerator.is_main_process:
         try:
             answer[0] = function()
-        except UserError as error:
+        except (UserError, Preempted) as error:
             answer[1] = error
     if accelerator.num_processes > 1:
         dist.broadcast_object_list(answer, src=0, group=group)

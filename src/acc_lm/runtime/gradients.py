@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 PART_ELEMENTS = 4096
+HEEDS_FOUND_INF = ("cpu", "cuda")
+"""Devices on which torch's fused optimizer leaves a step out when told; others, MPS for one, wait for the norm."""
 
 
 class Gradients:
@@ -77,7 +79,10 @@ class Gradients:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0]))
         inner = getattr(optimizer, "optimizer", optimizer)
-        if inner.defaults.get("fused") and self._accelerator.scaler is None:  # a scaler does the same
+        if self._gradient_device.type not in HEEDS_FOUND_INF and not norm.isfinite():
+            for _, parameter in self._named:  # without a gradient nothing is updated
+                parameter.grad = None
+        elif inner.defaults.get("fused") and self._accelerator.scaler is None:  # a scaler does the same
             inner.found_inf = (~norm.isfinite()).to(self._gradient_device, torch.float32)
         return norm
 

@@ -256,7 +256,15 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and notices out of ours; their errors still show."""
+    """Keep the libraries' own progress bars and notices out of ours; their errors still show.
+
+    Raises:
+        MachineError: a Python that they cannot run in.
+    """
+    if sys.flags.optimize > 1:
+        raise MachineError(
+            "python must run with docstrings, which transformers reads, got -OO (or PYTHONOPTIMIZE=2); start it without"
+        )
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -99,6 +99,8 @@ class Peers:
         )
         Peers.current = self
         self._looks = leave is not None and len(self._peers) > 1 and not collectives_raise()
+        self._in_sight = set(range(len(self._peers))) - self._states().keys()
+        """Those whose death would be seen from here: containers may share the name of a machine and no processes."""
         if self._limit is not None or self._looks:
             threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
@@ -158,7 +160,7 @@ class Peers:
     def _lost(self, machines: Machines) -> WorkerLostError | None:
         """The error to leave with when a process is gone or does not answer; None while all is well."""
         now, states = time.monotonic(), self._states()
-        died = {rank: state for rank, state in states.items() if state != STOPPED}
+        died = {rank: state for rank, state in states.items() if state != STOPPED and rank in self._in_sight}
         self._gone = (self._gone or (now, died)) if died else None
         if self._gone is not None and now - self._gone[0] >= LOOK_SECONDS:
             return self._error(self._gone[1], "")
