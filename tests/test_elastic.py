@@ -42,7 +42,10 @@ def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
     def stepping(*arguments: object, **keywords: object) -> object:
         outcome = train_step(*arguments, **keywords)  # type: ignore[arg-type]
         share = global_batch // int(os.environ.get("WORLD_SIZE", "1"))
-        assert len(read) in (share, share + 1), "one row warms up before the first step"
+        warming = read[:-share]
+        assert warming == list(range(len(warming))), (
+            "the first rows warm up before the first step, and nothing else is read"
+        )
         with file.open("a") as lines:
             print(json.dumps([keywords["step"], read[-share:]]), file=lines)
         read.clear()
