@@ -80,7 +80,7 @@ def chat_run(chats: Path, tiny_recipe: Path, folder: Path) -> Path:
 def adapter_run(chat_run: Path, chats: Path, tiny_recipe: Path, folder: Path) -> Path:
     run_training([
         "--config", str(tiny_recipe), f"output_dir={folder}/lora", f"data.files={chats}", "data.sequence_length=96", "data.eval_fraction=0.2",
-        "model.config=null", f"model.name_or_path={chat_run}/final", "adapter.kind=lora", "adapter.rank=2", "optimizer.learning_rate=5e-2",
+        "model.config=null", f"model.name_or_path={chat_run}/final", "adapter.kind=lora", "adapter.rank=2", "optimizer.learning_rate=1e-2",
     ])  # fmt: skip
     return folder / "lora"
 
