@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,6 +22,7 @@ import matplotlib
 import processes
 import pytest
 import torch
+from accelerate import PartialState
 
 IMPORTED = [
     importlib.import_module(name)
@@ -128,3 +130,10 @@ def tiny(tiny_recipe: Path, tmp_path: Path) -> list[str]:
 def one_thread() -> None:
     assert torch.get_num_threads() == 1, "forked processes inherit this; more threads would make sums differ"
     assert processes.ROOT.joinpath("train.py").is_file()
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_is_left() -> Iterator[None]:
+    """One that is made in this process is inherited by every process that a later test forks, and there are no others for it."""
+    yield
+    assert not PartialState._shared_state, "make Accelerators in a forked process only"

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -316,7 +317,7 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
     summary.check_output_dir(tmp_path / "run")
     (tmp_path / "evaluated").mkdir()
     monkeypatch.setattr(resuming, "environment", lambda identity: {"strategy": "single"})
-    resuming.begin(tmp_path / "evaluated", Found(None), None, None, None, trains=False)
+    resuming.begin(tmp_path / "evaluated", Found(None), None, SimpleNamespace(text_key="key"), None, trains=False)
     history.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
     summary.check_output_dir(tmp_path / "evaluated")
 
