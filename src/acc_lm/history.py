@@ -15,10 +15,9 @@ PICTURE = "training_curves.png"
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add one line; plain floats, the step first, without what is no number: JSON has no others."""
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    """Add one line; plain floats, the step first."""
     with (output_dir / FILE).open("a") as file:
-        file.write(to_json({"step": step, **finite}) + "\n")
+        file.write(to_json({"step": step, **metrics}) + "\n")
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
