@@ -316,8 +316,9 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
     assert not (tmp_path / "run/config.yaml").exists()
     summary.check_output_dir(tmp_path / "run")
     (tmp_path / "evaluated").mkdir()
+    nothing: Any = SimpleNamespace(text_key="")
     monkeypatch.setattr(resuming, "environment", lambda identity: {"strategy": "single"})
-    resuming.begin(tmp_path / "evaluated", Found(None), None, SimpleNamespace(text_key="key"), None, trains=False)
+    resuming.begin(tmp_path / "evaluated", Found(None), nothing, nothing, nothing, trains=False)
     history.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
     summary.check_output_dir(tmp_path / "evaluated")
 
