@@ -22,6 +22,7 @@ from typing import Any
 
 import cpuinfo
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from acc_lm import errors
 
@@ -103,6 +104,9 @@ class Launch:
     ) -> None:
         code = 1
         gc.freeze()  # what was inherited is looked at by no collection
+        # What a launcher starts has no Accelerator yet, whatever a test that ran in this process has built.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         # torch makes the pool of threads of a forked process anew when it is first asked for, as set_num_threads does. Asked
         # by several threads of a backward pass at once, it can find none and abort.
         torch.set_num_threads(torch.get_num_threads())

@@ -9,7 +9,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -604,9 +607,18 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
 def test_a_buffer_without_dimensions_is_read_again(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from acc_lm.checkpoint import read_tensors
+    from acc_lm.checkpoint import load_checkpoint, read_tensors
+    from acc_lm.progress import Progress
 
-    pieces = json.dumps({"shapes": {}, "starts": {}})
-    save_file({"buffer/scale": torch.tensor(3.0)}, tmp_path / "tensors-0.safetensors", {"pieces": pieces})
-    ((name, value),) = read_tensors(tmp_path)
-    assert (name, value.shape, value.item()) == ("buffer/scale", (), 3.0)
+    weights = {f"{kind}/weight": torch.full((2,), 2.0) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    pieces = json.dumps({"shapes": {"weight": [1, 2]}, "starts": {"weight": 0}})
+    tensors = {**weights, "buffer/scale": torch.tensor(3.0)}
+    save_file(tensors, tmp_path / "tensors-0.safetensors", {"pieces": pieces})
+    read = dict(read_tensors(tmp_path))["buffer/scale"]
+    assert (read.shape, read.item()) == ((), 3.0)
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.register_buffer("scale", torch.tensor(1.0))
+    state = {"num_updates": 1, "progress": asdict(Progress()), "loss_scaler": None}
+    accelerator: Any = SimpleNamespace(num_processes=1, scaler=None)
+    load_checkpoint(accelerator, Checkpoint(tmp_path, state), model, torch.optim.AdamW(model.parameters()))
+    assert (model.scale.item(), model.weight.tolist()) == (3.0, [[2.0, 2.0]])

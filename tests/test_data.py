@@ -187,6 +187,8 @@ def test_every_copy_of_a_lone_document_is_cut() -> None:
     train, held_out, counts = split(["hello world " * 20] * 100, 0.05)
     assert (train, held_out) == ([("hello world " * 20)[:228]] * 100, [("hello world " * 20)[228:]] * 100)
     assert not counts["as_in_rows_1"]
+    train, held_out, _ = split(["a" * 1000] * 3, 0.6)
+    assert ([*map(len, train)], [*map(len, held_out)]) == ([400] * 3, [600] * 3), "never all of it is held out"
     _, (tail,), counts = split(["a" * 950 + "日" * 50], 0.05)
     assert (len(tail.encode()), counts["as_in_rows_1"]) == (57, False), "by bytes, where characters would be too many"
 
@@ -303,6 +305,11 @@ def test_a_damaged_table_is_one_line(words: list[str], tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"a b {i}" * 40 for i in range(200)]}), files["parquet"])
     damaged = bytearray(files["parquet"].read_bytes())
     damaged[500:600] = bytes(byte ^ 0xFF for byte in damaged[500:600])
+    with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write it again"):
+        documents_in(tmp_path / "x.parquet", bytes(damaged))
+    how: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["some text"]}), files["parquet"], write_statistics=False, **how)
+    damaged = bytearray(files["parquet"].read_bytes().replace(b"some text", b"same text"))
     with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write it again"):
         documents_in(tmp_path / "x.parquet", bytes(damaged))
     whole = files["arrow"].read_bytes()
@@ -559,7 +566,8 @@ def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(
         values |= {"eval_files": str(file), "streaming": True, "num_streams": 1}
 
     def build() -> Data:
-        return build_data(DataConfig.model_validate(values), BYTE, tokenizer, 0, 1)
+        made_of_text = TokenizerConfig(kind="char")
+        return build_data(DataConfig.model_validate(values), made_of_text, tokenizer, 0, 1)
 
     def grow(self: Skipped, allowed: int, count: int = 0) -> None:
         """Called when the reading begins."""
@@ -630,8 +638,10 @@ def test_a_cache_without_locks_and_flushes_costs_a_line_each(
         """While another process is as far."""
         (work / "mine").touch()
         if not (tmp_path / "cache/key").exists():
-            make_once(tmp_path / "cache", "key", lambda other: write_facts(other, {"of": "other"}), True)
-            work.mkdir()  # the other one has this process's number too
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setattr(os, "getpid", lambda: 0)
+                make_once(tmp_path / "cache", "key", lambda other: write_facts(other, {"of": "other"}), True)
+        assert (work / "mine").exists(), "without a lock nothing is a leftover for certain"
         write_facts(work, {"of": "mine"})
 
     folder = make_once(tmp_path / "cache", "key", build, True)

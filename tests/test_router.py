@@ -10,6 +10,7 @@ import torch
 from backends import BACKENDS, Curve, Scenario, run_backend
 from processes import run_training
 from torch import nn
+from transformers.models.mixtral import modeling_mixtral
 
 from acc_lm.config import ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
@@ -164,11 +165,14 @@ def test_models_without_one_and_models_told_to_have_none() -> None:
     assert build("mixtral", router_loss="per_micro_batch")[1].router == Router(4, 2, 0.5, is_exact=False)
 
 
-def test_a_loss_of_another_form_is_refused() -> None:
+def test_a_loss_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"model.router_loss must be off for a model of type doge, got exact"):
         build("doge", config={"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2})
     with pytest.raises(ValueError, match=r"output_router_logits must be left out where model.router_loss decides"):
         ModelConfig(config={"model_type": "mixtral", "output_router_logits": False})
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *_: torch.tensor(2.5))
+    with pytest.raises(ConfigError, match=r"model.router_loss must be off for a model of type mixtral, got exact"):
+        build("mixtral")
 
 
 def test_a_run_logs_it_apart_and_says_how_it_is_computed(tiny: list[str]) -> None:
