@@ -139,7 +139,7 @@ class Data:
     key: str
     """Hash of text, tokenizer and split: what a checkpoint remembers of the data."""
     former_key: str | None = None
-    """What a checkpoint of an earlier version remembers of the same rows; None when it had others."""
+    """Key of the same rows in a checkpoint of an earlier version; None when it had others."""
     text_key: str = ""
     """Hash of the documents and of which are held out, whatever tokenizes them; empty for mixtures and streams."""
     evaluation_sets: dict[str, Rows | PackedRows | MixedRows] = field(default_factory=dict)

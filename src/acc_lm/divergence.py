@@ -68,7 +68,7 @@ class Watch:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the next loss is compared with and how many steps in a row were skipped; a checkpoint keeps it, so that a
+        """Losses that the next one is compared with, and the number of steps skipped in a row; a checkpoint keeps both, so that a
         resumed run sees the same."""
         return {"recent_losses": list(self._recent), "skipped_in_a_row": self._skipped_in_a_row}
 

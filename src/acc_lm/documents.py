@@ -124,7 +124,7 @@ def _choose(
 
 
 def _place_to_cut(text: str, share: float) -> tuple[int, bool]:
-    """Where this share of a text's characters begins, or of its bytes if those characters are long: (place, by characters)."""
+    """Start of this share of a text's characters, or of its bytes if those characters are long: (place, by characters)."""
     place, raw = max(1, min(len(text) - 1, round(len(text) * (1 - share)))), text.encode()
     if len(text) - place == 1 or len(text[place:].encode()) <= 2 * share * len(raw):
         return place, True

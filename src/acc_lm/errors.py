@@ -154,7 +154,7 @@ def print_problems(error: UserError) -> None:
 
 
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
-"""How a file system says that it has no such thing."""
+"""Errors with which a file system says that it has no such operation."""
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class ModelFacts:
     base: str = ""
     """Checksum of the weights before training, of a model that was trained before; else empty."""
     router: Router | None = None
-    """Of a mixture of experts that is trained with its load-balancing loss."""
+    """Routing of a mixture of experts that is trained with its load-balancing loss."""
 
 
 class LossHead(nn.Linear):

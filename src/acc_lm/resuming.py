@@ -99,7 +99,7 @@ def check_same_recipe(
 
 
 def origin_of(tokenizer: PreTrainedTokenizerBase, base: str) -> dict[str, str]:
-    """What else a checkpoint says of where its run began: by its content, for places may change.
+    """Content hashes of the base model and the vocabulary that a run began with: places may change, these may not.
 
     Args:
         base: checksum of the weights that `model.name_or_path` has; empty for a model from scratch.
@@ -159,7 +159,7 @@ def day_of_run(
 
 
 def _recipe_of_earlier_start(config: Config) -> dict[str, Any]:
-    """What an earlier start that came to no checkpoint left in `output_dir`; empty where it was another run's."""
+    """Recipe of an earlier start that came to no checkpoint, from `output_dir`; empty where it was another run's."""
     try:
         earlier = load_config(Path(config.output_dir) / "config.yaml")
     except (UserError, OSError):

@@ -75,7 +75,7 @@ class RouterLoss:
         self.router = router
         self._accelerator, self._num_parts = accelerator, num_parts
         self._choices_E: Tensor | None = None
-        """Of the global batch where the loss is exact; of this process's micro-batches so far where it is not."""
+        """Choices in the global batch where the loss is exact; in this process's micro-batches so far where it is not."""
         self._value = torch.zeros((), device=accelerator.device)
         """This process's share, before the coefficient; the shares of all processes add up to the loss."""
 

@@ -266,7 +266,7 @@ def _state_of(
 
 
 def _generation_config(model: Any) -> dict[str, Any] | None:
-    """How the model is asked to answer, as it would be exported; None for one that has no such thing."""
+    """Generation config as it would be exported; None for a model that has none."""
     found = getattr(model, "generation_config", None)
     return None if found is None else dict(json.loads(found.to_json_string()))
 

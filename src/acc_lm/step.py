@@ -30,7 +30,7 @@ class StepResult:
     num_targets: int
     """Targets in the global batch."""
     router_loss: RouterLoss | None = None
-    """Of a mixture of experts."""
+    """Load-balancing loss of a mixture of experts; None for other models."""
 
 
 def train_step(
@@ -101,7 +101,7 @@ def _count_choices(
     seed_masks: Callable[[int], None],
     num_choices: int,
 ) -> Tensor:
-    """How often this process's micro-batches choose each expert, int64 [E], under the dropout masks that they will have."""
+    """Times that this process's micro-batches choose each expert, int64 [E], under the dropout masks that they will have."""
     choices_E: Tensor | None = None
     for i, batch in enumerate(micro_batches):
         seed_masks(i)

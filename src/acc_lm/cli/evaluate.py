@@ -147,7 +147,7 @@ def _check_new_file(file: Path) -> None:
 
 
 def recipe_of(request: Request) -> tuple[Config, Path | None]:
-    """How a run would evaluate this model on this text, and the run whose held-out text that must be.
+    """Recipe with which a run would evaluate this model on this text, and the run whose held-out text that must be.
 
     Of a run's own recipe counts what decides rows and numbers; code of a model is trusted only by who types so. Relative
     paths in it mean the folder in which the run was started.

@@ -34,7 +34,7 @@ def forget(accelerator: Accelerator) -> None:
 
 
 def explain(error: Exception, config: Config | None) -> UserError | None:
-    """What broke beneath the code, if that is known: a file, a disk, memory, or another process of the run."""
+    """Known cause of an error beneath the code: a file, a disk, memory, or another process of the run; else None."""
     if unreadable := unreadable_file(error):
         return DataError(f"{unreadable} must be readable, got: {error}; change its permissions")
     if storage := storage_reason(error):

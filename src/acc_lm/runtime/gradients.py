@@ -37,7 +37,7 @@ class Gradients:
         if self._by_engine:  # it clips, and its gradients are reduced and gone when backward returns
             self._engine: Any = model
             self._sums = torch.zeros(len(self._named), device=accelerator.device)
-            """Of the elements of each gradient: finite only if they all are."""
+            """Sum of the elements of each gradient: finite only if they all are."""
             for index, (_, parameter) in enumerate(self._named):
                 parameter.register_hook(self._hook(index))
 

@@ -190,7 +190,7 @@ def read_launch(config: Config | None, typed: Namespace | None = None) -> Asked:
 
 @contextmanager
 def _accelerates_own_refusals() -> Iterator[None]:
-    """What Accelerate says where it cannot take its variables, as one line; they come from its config or from the shell."""
+    """Turn what Accelerate raises over its own variables into one line; they come from its config or from the shell."""
     try:
         yield
     except UserError:
