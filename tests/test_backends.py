@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def compare(scenario: Scenario, expected: Curve, got: Curve, tolerance: dict[str
     assert got.start == expected.start, "the weights before the first step"
 
 
+def in_part(names: Iterable[str], *slow: str) -> list[Any]:
+    """All of them, of which these run in `make test-all` only."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
 MORE = {
     "fsdp2 x3": ("fsdp2", 3), "fsdp2_grad_op x4": ("fsdp2_grad_op", 4), "deepspeed_zero1 x3": ("deepspeed_zero1", 3),
     "deepspeed_zero2 x4": ("deepspeed_zero2", 4), "deepspeed_zero3 x3": ("deepspeed_zero3", 3), "deepspeed_zero3_offload x4": ("deepspeed_zero3_offload", 4),
@@ -57,7 +63,7 @@ def test_more_processes_follow_it_too(name: str) -> None:
         compare(scenario, expected, got, TOLERANCE["no"])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", in_part(BACKENDS, "fsdp2_grad_op x2", "deepspeed_zero3_full x2"))
 def test_every_backend_follows_the_curve_of_one_process(name: str) -> None:
     """20 steps, ragged targets, tied and untied, accumulation 1 and 4, activation checkpointing on and off."""
     assert TIED == {"gpt2": True, "llama": False}
@@ -71,7 +77,7 @@ def test_activation_checkpointing_and_accumulation_change_nothing() -> None:
     assert all(difference <= TOLERANCE["no"][name] for name, difference in differences.items())
 
 
-@pytest.mark.parametrize("name", ["ddp x2", "ddp x3", "fsdp2 x2", "hsdp 2x2"])
+@pytest.mark.parametrize("name", in_part(["ddp x2", "ddp x3", "fsdp2 x2", "hsdp 2x2"], "ddp x3", "hsdp 2x2"))
 def test_in_float64_nothing_is_left_but_rounding(name: str) -> None:
     """Llama's RMSNorm computes in float32 whatever the model is in."""
     for scenario, expected, got in zip(
@@ -91,9 +97,10 @@ def test_deepspeed_does_not_take_float64(tiny: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in BACKENDS if name not in ("fsdp2_offload x2", "deepspeed_zero3_full x2")]
-)
+@pytest.mark.parametrize("name", in_part(
+    [name for name in BACKENDS if name not in ("fsdp2_offload x2", "deepspeed_zero3_full x2")],
+    "ddp x3", "fsdp2_grad_op x2", "hsdp 2x2", "deepspeed_zero1 x2", "deepspeed_zero2_offload x2", "deepspeed_zero3_offload x2",
+))  # fmt: skip
 def test_bf16_stays_within_its_band(name: str) -> None:
     """fp32 master weights, losses in fp32: a loss rounded to 16 bits would be off by 1e-3."""
     for scenario, expected, got in zip(BF16, one_process(*BF16), run_backend(*BACKENDS[name], BF16), strict=True):
@@ -487,10 +494,8 @@ def test_the_blocks_are_the_units_and_small_tensors_are_sharded_too() -> None:
 # --- acc-lm parity -------------------------------------------------------------------------------------------------
 
 
-def test_parity_by_real_launches(
-    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from acc_lm.cli import main, parity
+def test_parity_by_real_launches(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm.cli import main
 
     monkeypatch.chdir(ROOT)
     page = tmp_path / "parity.md"
@@ -514,22 +519,19 @@ def test_parity_by_real_launches(
     values = json.loads(page.with_suffix(".json").read_text())
     assert [row["strategy"] for row in values["rows"]] == ["single", "fsdp2"]
     assert all(row["same_ledger"] and row["peak_memory_gb"] > 0 and row["seconds"] > 0 for row in values["rows"])
-    monkeypatch.setitem(parity.TOLERANCE, "no", dict.fromkeys(TOLERANCE["no"], 0.0))
-    capsys.readouterr()
-    assert main([*arguments[:6], "single:1,ddp:3"]) == 1
-    assert "NOT within the tolerance" in capsys.readouterr().out
 
 
-def test_parity_sees_a_launch_that_learned_from_other_rows(
+def test_parity_sees_a_launch_that_learned_something_else_or_from_other_rows(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However equal its figures are."""
+    """However equal its figures are, if it is the rows."""
     from acc_lm.cli import main, parity
 
     def launch(script: list[str], file: Path | None, num_processes: int, *more: object, **named: object) -> None:
         folder = Path(script[-1].removeprefix("output_dir="))
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict.fromkeys(TOLERANCE["no"], 2.0)}) + "\n")
+        loss = 2.0 + 1e-4 * (num_processes == 4)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **dict.fromkeys(TOLERANCE["no"], loss)}) + "\n")
         environment = {"num_processes": num_processes, "strategy": "ddp", "engine": "Model"}
         (folder / "environment.json").write_text(json.dumps(environment))
         (folder / "summary.json").write_text(json.dumps({"ledger": str(num_processes // 3), "peak_memory_gb": [1.0]}))
@@ -541,6 +543,8 @@ def test_parity_sees_a_launch_that_learned_from_other_rows(
     assert "OTHER ROWS" not in capsys.readouterr().out
     assert main([*arguments, "single:1,ddp:3"]) == 1
     assert "OTHER ROWS" in capsys.readouterr().out
+    assert main([*arguments, "single:1,ddp:4"]) == 1
+    assert "NOT within the tolerance" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("cases", "text"), [

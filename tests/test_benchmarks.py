@@ -227,6 +227,7 @@ def test_the_page_is_made_from_the_results_that_are_committed(tmp_path: Path) ->
     )
 
 
+@pytest.mark.slow
 def test_the_three_commands_for_a_gpu_run_here_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BENCH_PEERS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -129,6 +129,7 @@ def shorten(folder: Path, lines: int = 60) -> None:
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> None:
     for path in ROOT.iterdir():
         if path.name not in ("runs", ".git"):

@@ -259,6 +259,18 @@ def test_a_model_that_cannot_run_is_refused_before_any_text_is_read(fields: dict
         check_model(scratch(**fields), None, 4096, 16)
 
 
+def test_positions_that_are_counted_from_the_padding_on_leave_less_room() -> None:
+    fields = {"model_type": "roberta", "is_decoder": True, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "vocab_size": 300, "pad_token_id": 260, "max_position_embeddings": 277}  # fmt: skip
+    model, _ = build_model(ModelConfig(config=fields), make_tokenizer(TokenizerConfig(kind="byte"), []), 16, 0)
+    model(torch.arange(4, 20)[None], torch.arange(4, 20)[None])
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds|out of range"):
+        model(torch.arange(4, 21)[None], torch.arange(4, 21)[None])
+    check_model(ModelConfig(config=fields), None, 300, 16)
+    with pytest.raises(ConfigError, match="max_position_embeddings 277, of which 261 are of no use to it, got 17"):
+        check_model(ModelConfig(config=fields), None, 300, 17)
+
+
 def test_checking_a_model_allocates_nothing() -> None:
     huge = {
         "hidden_size": 8192,

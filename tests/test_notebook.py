@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import LAUNCH_VARIABLES, ROOT, run_training
 from test_resume import TIMED
 
@@ -116,6 +117,7 @@ def test_a_notebook_trains_two_processes_and_goes_on_in_the_next_cell(tiny: list
     assert metrics(tmp_path / "run") == metrics(terminal)
 
 
+@pytest.mark.slow
 def test_what_a_notebook_sees_when_the_training_cannot_start(tiny: list[str], tmp_path: Path) -> None:
     done = run_python(REFUSALS, tiny, tmp_path)
     assert done.returncode == 0, done.stdout

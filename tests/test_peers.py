@@ -82,12 +82,30 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_pa
     hasty = [*tiny, "distributed.timeout_seconds=4", "distributed.step_timeout_seconds=1"]
     started = time.monotonic()
     launch = start(hasty, 2, sabotage)
+    while not (tmp_path / "run/summary.json").exists():
+        time.sleep(0.1)
+    os.kill(launch.pids[1], signal.SIGKILL)
     finished = launch.wait(60)
     assert time.monotonic() - started < 4 + 35
     assert finished.codes[0] == 7, finished.outputs
     assert "got: process 1 is stopped (SIGSTOP), while process 0 was in step 4" in finished.errors[0]
     assert "warning: process 0 has been in step 4 for 1 s, here:" in finished.output
     assert "in train_step" in finished.output
+
+
+@pytest.mark.slow
+def test_reading_and_writing_a_whole_model_may_take_longer_than_the_timeout(tiny: list[str], tmp_path: Path) -> None:
+    """The main process does it alone, while the others wait for it."""
+    places = ("acc_lm.retention._find", "acc_lm.model.make_ready", "acc_lm.export.model_card")
+
+    def sabotage(rank: int) -> None:
+        for place in places if rank == 0 else ():
+            wrap(place, partial(time.sleep, 6))
+
+    hasty = [*tiny, "distributed.timeout_seconds=4", "checkpoint.verify=full"]
+    finished = start(hasty, 2, sabotage, "fsdp2").wait(90)
+    assert finished.codes == [0, 0], finished.outputs
+    assert json.loads((tmp_path / "run/environment.json").read_text())["strategy"] == "fsdp2"
 
 
 # --- where collectives do not raise, as under NCCL -----------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_computed_for_each_micro_batch_it_would_depend_on_the_split() -> None:
     ]  # fmt: skip
     first, second = (curve.metrics[1]["train/router_loss"] for curve in alone)
     assert first == pytest.approx(one_process().metrics[1]["train/router_loss"], rel=1e-6)
-    assert abs(second / first - 1) > 1e-4
+    assert 1e-4 < abs(second / first - 1) < 0.05, "a mean over the parts, which is near"
 
 
 def test_padding_does_not_count() -> None:

@@ -84,7 +84,7 @@ def test_torchrun_trains_two_processes(tiny: list[str], tmp_path: Path) -> None:
     assert (environment_of(tmp_path)["strategy"], environment_of(tmp_path)["num_processes"]) == ("ddp", 2)
 
 
-@pytest.mark.parametrize("config", ["single_gpu", "cpu"])
+@pytest.mark.parametrize("config", ["single_gpu", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_accelerate_launch_with_one_process(config: str, tiny: list[str], tmp_path: Path) -> None:
     done = launch(["accelerate", "launch", "--config_file", str(CONFIGS / f"{config}.yaml"), "train.py", *tiny])
     assert done.returncode == 0, done.stderr

@@ -204,7 +204,7 @@ def test_a_time_limit_saves_and_stops(tiny: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGKILL))]
 )
 def test_when_the_launcher_ends_no_process_is_left_and_the_step_is_saved(
     number: int, tiny: list[str], tmp_path: Path

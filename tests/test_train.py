@@ -127,6 +127,10 @@ def test_final_loads_in_transformers_and_has_the_same_evaluation_loss(tiny: list
         return [record.getMessage() for record in seen.buffer]
 
     assert run_everywhere(generate) == [[]], "neither of padding nor of anything else"
+    generation = json.loads((final / "generation_config.json").read_text())
+    assert generation["pad_token_id"] == generation["eos_token_id"], (
+        "else some versions of transformers guess it, with a warning"
+    )
     config = json.loads((final / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert "acc_lm" not in json.dumps(config)

@@ -91,7 +91,7 @@ def export_model(
             shutil.rmtree(folder)
         work.rename(folder)
 
-    on_main(accelerator, write)
+    on_main(accelerator, write, takes_long=True)
     return folder
 
 

@@ -316,7 +316,7 @@ def _fit_to_recipe(
             f"model vocab_size must be at least the tokenizer's {vocab_size} ids, got {rows}; "
             "use the model's own tokenizer, or set model.resize_embeddings=true"
         )
-    _check_length(model.config, sequence_length)
+    _check_length(model, sequence_length)
     _train_every_row(model)
     _check_checkpointing(model, config)
     if config.gradient_checkpointing:
@@ -391,7 +391,7 @@ def check_model(
             ) from None
         raise
     with _must_run("model.config" if config.config is not None else "model.name_or_path"):
-        _check_length(model.config, sequence_length)
+        _check_length(model, sequence_length)
     return model
 
 
@@ -784,11 +784,18 @@ def _why_not(name: str, error: Exception) -> str:
     return f"must be a causal language model of transformers, got {name!r}: {first_line(error)}; check the folder"
 
 
-def _check_length(config: PreTrainedConfig, sequence_length: int) -> None:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < sequence_length:
+def _check_length(model: PreTrainedModel, sequence_length: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return
+    # RoBERTa and those made after it count positions from the id of their padding on.
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.num_embeddings == limit]
+    paddings = [each.padding_idx for each in tables if each is not model.get_input_embeddings()]
+    counts_from = max((index + 1 for index in paddings if index is not None), default=0)
+    if limit - counts_from < sequence_length:
+        which = f"{limit}, of which {counts_from} are of no use to it" if counts_from else limit
         raise ConfigError(
-            f"data.sequence_length must be at most the model's max_position_embeddings {limit}, got {sequence_length}; "
+            f"data.sequence_length must be at most the model's max_position_embeddings {which}, got {sequence_length}; "
             "lower it, or raise the model's"
         )
 

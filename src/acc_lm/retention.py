@@ -216,7 +216,8 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, config: Checkpoi
         CheckpointError: there are checkpoints but none is whole, or the path is none.
     """
     began = time.monotonic()
-    found = on_main(accelerator, lambda: _find(output_dir, config.resume, config.verify == "full"))
+    read_all = config.verify == "full"
+    found = on_main(accelerator, lambda: _find(output_dir, config.resume, read_all), takes_long=read_all)
     how = "checked" if config.verify == "full" else "checked by size"
     return replace(found, checked=f"{how} in {time.monotonic() - began:.1f} s")
 

@@ -107,9 +107,11 @@ def open_shards(config: DataConfig) -> Shards:
         for count, record in enumerate(dataset.shard(dataset.num_shards, number), start=1):
             yield f"{names[number]}: record {count}", record
 
-    folder = os.path.isdir(str(config.dataset))  # what it is called, wherever it lies
-    name = os.path.basename(os.path.abspath(str(config.dataset))) if folder else config.dataset
-    key = hash_text(repr((name, config.dataset_split, len(names), config.dataset_config)))
+    folder = Path(str(config.dataset))
+    known_by: Any = config.dataset
+    if folder.is_dir():  # by what is in it, wherever it lies and whatever it is called
+        known_by = sorted(str(file.relative_to(folder)) for file in folder.rglob("[!.]*") if file.suffix != ".md")
+    key = hash_text(repr((known_by, config.dataset_split, len(names), config.dataset_config)))
     return Shards(names, key, read, hash_text(repr((names, config.dataset_config))))
 
 

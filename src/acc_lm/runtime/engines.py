@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,15 +26,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PATIENCE = timedelta(days=1)
+"""For work of the main process that takes as long as a model is large; a process that dies is noticed at once all the same."""
 
 
-def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = None) -> T:
+def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = None, *, takes_long: bool = False) -> T:
     """What the main process gets from `function`, or the user's error or stop that it raises there, on every process.
 
     Args:
         group: all processes, in a group of their own; None: the one that training uses.
+        takes_long: reads or writes a whole model, for which the others wait longer than `distributed.timeout_seconds`.
     """
     answer: list[Any] = [None, None]
+    if takes_long and accelerator.num_processes > 1:
+        group = _patient_group(dist.group.WORLD)
     if accelerator.is_main_process:
         try:
             answer[0] = function()
@@ -44,6 +51,12 @@ def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = No
         raise answer[1]
     result: T = answer[0]
     return result
+
+
+@cache
+def _patient_group(world: Any) -> Any:
+    """All processes of `world`, on the CPU, which wait for each other as long as `PATIENCE`. Every process calls."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def gather_objects(accelerator: Accelerator, mine: T, group: Any = None) -> list[T]:
@@ -109,7 +122,7 @@ def initialise_once(
         built.append(model)
         return facts
 
-    facts = on_main(accelerator, build_here)
+    facts = on_main(accelerator, build_here, takes_long=True)
     return (built[0] if built else build_empty(facts)), facts
 
 
