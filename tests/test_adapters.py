@@ -19,7 +19,7 @@ import torch
 from backends import LENGTH, MODELS, Curve, Scenario, run_backend
 from processes import ROOT, launcher_environment, run_training, start_training
 from test_resume import assert_equal_logs, different, tensors_of, wait_for
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from acc_lm.adapter import add_adapter, open_adapter, put_beside, save_adapter, weights_checksum
 from acc_lm.cli import main
@@ -466,6 +466,14 @@ def test_an_adapter_is_added_to_a_base_in_16_bits_without_rounding(bases: Bases,
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").get_parameter(f"{name}.weight")
     update = settings.lora_alpha / settings.r * settings.r * 1e-3**2
     assert torch.allclose(merged - base.float(), torch.full_like(merged, update), rtol=1e-2)
+
+
+def test_what_peft_cannot_adapt_is_one_line() -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(
+        ConfigError, match=r"adapter\.target_modules must be layers that peft can adapt in a model of type mamba, got: "
+    ):
+        add_adapter(AutoModelForCausalLM.from_config(config), AdapterConfig(kind="lora"), 0, "")
 
 
 @pytest.mark.parametrize(("model", "pattern", "frozen"), [

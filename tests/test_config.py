@@ -197,6 +197,10 @@ def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path) -> None:
         ("- 1\n", "must be a mapping of keys, got list"),
         ("a: !!python/object/apply:os.system [echo]\n", ":1: must be YAML"),
         ("\tb: 1", "must be YAML"),
+        (
+            "distributed_type: FSDP\nnum_processes: 2\n",
+            "must be a recipe, got a config file of Accelerate; that one is given",
+        ),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_with_its_line(text: str, says: str, tmp_path: Path) -> None:

@@ -617,6 +617,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "a checkpoint": (["CHAT/checkpoints/latest", "--data", "CHATS"], 2, "MODEL must be the folder of a model, got the checkpoint"),
     "an adapter without its base": (["HERE/no-base", "--data", "CHATS"], 2, "must be at /nowhere/of/final, got nothing there; put it back"),
     "nothing to evaluate on": (["HERE/copy"], 2, "--data must name files to evaluate on, got none"),
+    "a misspelt run": (["runs/nowhere"], 2, "got none, and runs/nowhere is no folder here and so in no run"),
     "a mixture": (["HERE/mixture"], 2, "got none for the run of a mixture"),
     "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
     "other columns": (["CHAT", "--data", "HERE/columns.jsonl"], 3, "must have a column 'text', got 'question', 'answer'"),

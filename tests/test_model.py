@@ -259,6 +259,20 @@ def test_a_model_that_cannot_run_is_refused_before_any_text_is_read(fields: dict
         check_model(scratch(**fields), None, 4096, 16)
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_experts_are_multiplied_in_float64_too(empty: bool, tokenizer: Any) -> None:
+    """transformers' own choice is a kernel without it."""
+    fields = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
+    config = ModelConfig(config=fields, dtype="float64")
+    model, facts = build_model(config, tokenizer, 16, 0)
+    if empty:
+        full, model = model, build_empty_model(config, tokenizer, 16, facts)
+        model.load_state_dict(full.state_dict())
+    model(torch.arange(16)[None], torch.arange(16)[None]).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+
+
 def test_positions_that_are_counted_from_the_padding_on_leave_less_room() -> None:
     fields = {"model_type": "roberta", "is_decoder": True, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
               "num_attention_heads": 2, "vocab_size": 300, "pad_token_id": 260, "max_position_embeddings": 277}  # fmt: skip

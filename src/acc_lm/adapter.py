@@ -54,7 +54,13 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
         warnings.simplefilter(
             "ignore"
         )  # of layers that store their weight the other way round, which peft then respects
-        get_peft_model(model, lora)
+        try:
+            get_peft_model(model, lora)
+        except ValueError as error:
+            raise ConfigError(
+                f"adapter.target_modules must be layers that peft can adapt in a model of type {model.config.model_type}, got: "
+                f"{first_line(error)}; name others"
+            ) from None
     model.base_checksum = base  # type: ignore[assignment]
     if config.quantize_base != "none":
         _quantize(model, config.quantize_base)

@@ -317,6 +317,8 @@ def _fit_to_recipe(
             "use the model's own tokenizer, or set model.resize_embeddings=true"
         )
     _check_length(model, sequence_length)
+    if config.dtype == "float64":
+        model.set_experts_implementation("eager")  # the kernels that multiply experts in groups do not take it
     _train_every_row(model)
     _check_checkpointing(model, config)
     if config.gradient_checkpointing:

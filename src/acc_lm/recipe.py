@@ -148,6 +148,11 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: with one line for each problem found.
     """
     values, lines = _read(Path(file))
+    if "compute_environment" in values:
+        raise ConfigError(
+            f"{file} must be a recipe, got a config file of Accelerate; that one is given to the launcher: "
+            f"accelerate launch --config_file {file} train.py"
+        )
     sources = {key: f"{file}:{line}" for key, line in lines.items()}
     problems = [problem for override in overrides if (problem := _apply(values, sources, override))]
     flat = flatten(values)

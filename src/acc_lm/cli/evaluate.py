@@ -162,8 +162,9 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         and run is None
         and not any(o.startswith(("data.files=", "data.source=")) for o in request.overrides)
     ):
+        is_there = "is in no run" if Path(model).is_dir() else "is no folder here and so in no run"
         raise ConfigError(
-            f"--data must name files to evaluate on, got none, and {request.model} is in no run, which would say what it held out; add it"
+            f"--data must name files to evaluate on, got none, and {request.model} {is_there}, which would say what it held out; add it"
         )
     recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
     data: dict[str, Any] = dict(recipe.get("data", {})) | {

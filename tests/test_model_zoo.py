@@ -1,0 +1,18 @@
+"""Other people's models: the types that are used most train here as in transformers."""
+
+from __future__ import annotations
+
+import pytest
+from model_zoo import look_at
+from processes import run_everywhere
+
+MOST_USED = ["bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "llama", "mamba", "mistral", "mixtral", "mpt", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", MOST_USED)
+def test_a_type_trains_as_in_transformers(model_type: str) -> None:
+    """Loss to 1e-6 and every gradient to 1e-5, packed rows too."""
+    (found,) = run_everywhere(lambda: look_at(model_type))
+    print(found)
+    assert not found.wrong
+    assert found.outcome == "trains"
