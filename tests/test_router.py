@@ -165,6 +165,18 @@ def test_models_without_one_and_models_told_to_have_none() -> None:
     assert build("mixtral", router_loss="per_micro_batch")[1].router == Router(4, 2, 0.5, is_exact=False)
 
 
+def test_routers_of_which_nothing_is_heard_are_no_model_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that torch compiled can leave transformers deaf to what it is asked to record."""
+    from transformers.utils.output_capturing import _active_collector
+
+    monkeypatch.setattr(_active_collector, "compiling", True)
+    with pytest.raises(
+        ConfigError, match=r"model\.router_loss must be off where transformers hands out no router logits, got exact"
+    ):
+        build("mixtral")
+    assert build("llama")[1].router is None
+
+
 def test_a_loss_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"model.router_loss must be off for a model of type doge, got exact"):
         build("doge", config={"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2})

@@ -192,6 +192,11 @@ def find_router(model: PreTrainedModel, setting: str) -> Router | None:
         with torch.no_grad():
             with recorded_router_logits(model) as router_logits:
                 without = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False)
+            if not router_logits and _has_routers(model):
+                raise ConfigError(
+                    f"model.router_loss must be off where transformers hands out no router logits, got {setting} for a model of type "
+                    f"{model.config.model_type}, which has routers; {ADVICE}"
+                )
             if not router_logits:
                 return None
             try:
@@ -218,6 +223,18 @@ def find_router(model: PreTrainedModel, setting: str) -> Router | None:
     if coefficient == 0:
         return None
     return Router(router_logits[0].shape[-1], found, coefficient, is_exact=setting == "exact")
+
+
+def _has_routers(model: PreTrainedModel) -> bool:
+    """Whether any of its modules is one of which transformers records the router logits."""
+    recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
+    wanted = recorders.get("router_logits", ())
+    classes = tuple(
+        getattr(each, "target_class", each) for each in (wanted if isinstance(wanted, (list, tuple)) else [wanted])
+    )
+    return any(
+        isinstance(module, tuple(each for each in classes if isinstance(each, type))) for module in model.modules()
+    )
 
 
 def _same_form(router_logits: tuple[Tensor, ...], ids: Tensor, value: float) -> int | None:
