@@ -198,7 +198,7 @@ def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path) -> None:
         ("a: !!python/object/apply:os.system [echo]\n", ":1: must be YAML"),
         ("\tb: 1", "must be YAML"),
         (
-            "distributed_type: FSDP\nnum_processes: 2\n",
+            "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n",
             "must be a recipe, got a config file of Accelerate; that one is given",
         ),
     ],
