@@ -412,13 +412,16 @@ def test_a_dataset_streams_as_its_files_do(streamed: list[str], tmp_path: Path) 
 
 def test_a_streamed_dataset_is_known_by_its_files_wherever_it_lies(tmp_path: Path) -> None:
     def key(folder: str, *names: str) -> str:
-        (tmp_path / folder).mkdir()
         for name in names:
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_text(json.dumps({"text": "a"}) + "\n")
         return open_shards(DataConfig(source="hub", dataset=str(tmp_path / folder), streaming=True, eval_split="x")).key
 
     first = key("here", "train-0.jsonl", "train-1.jsonl")
-    assert key("there", "train-0.jsonl", "train-1.jsonl", "README.md", ".lock") == first
+    assert (
+        key("there", "train-0.jsonl", "train-1.jsonl", "README.md", ".lock", ".cache/huggingface/train.metadata")
+        == first
+    )
     assert key("other", "train-0.jsonl", "train-2.jsonl") != first
 
 

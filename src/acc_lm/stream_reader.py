@@ -109,8 +109,10 @@ def open_shards(config: DataConfig) -> Shards:
 
     folder = Path(str(config.dataset))
     known_by: Any = config.dataset
-    if folder.is_dir():  # by what is in it, wherever it lies and whatever it is called
-        known_by = sorted(str(file.relative_to(folder)) for file in folder.rglob("[!.]*") if file.suffix != ".md")
+    if folder.is_dir():  # by the files in it, wherever it is and whatever it is called
+        inside = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and file.suffix != ".md")
+        # Hidden ones, such as those of git or of a download, come and go without the text.
+        known_by = sorted(str(file) for file in inside if not any(part.startswith(".") for part in file.parts))
     key = hash_text(repr((known_by, config.dataset_split, len(names), config.dataset_config)))
     return Shards(names, key, read, hash_text(repr((names, config.dataset_config))))
 
