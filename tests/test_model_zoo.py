@@ -16,3 +16,7 @@ def test_a_type_trains_as_in_transformers(model_type: str) -> None:
     print(found)
     assert not found.wrong
     assert found.outcome == "trains"
+    assert found.packs == (model_type not in ("bloom", "mamba")), (
+        "whose positions or states run on from document to document"
+    )
+    assert found.adapters == (model_type != "mamba"), "whose projections peft does not adapt"
