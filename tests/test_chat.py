@@ -908,6 +908,11 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "a user's call": ("messages", one(role="user", content="a", tool_calls=[CALL]), "messages[0].tool_calls must be the assistant's, got user"),
     "a call that is text": ("messages", {"messages": turns("a", CALLED | {"tool_calls": "weather()"})}, "messages[1].tool_calls must be a list, got a string"),
     "a call of nothing": ("messages", {"messages": turns("a", CALLED | {"tool_calls": [{"function": {}}]})}, "messages[1].tool_calls[0] must name its function, got {'function': {}}"),
+    "half a character in tools": (
+        "messages",
+        {"messages": turns("a", "b"), "tools": '[{"name": "w", "parameters": {"\\ud83d": 1}}]'},
+        "'tools' must be Unicode text, got half of a character",
+    ),
     "tools that are no JSON": ("messages", {"messages": turns("a", "b"), "tools": "[{"}, "'tools' must be JSON, got '[{'"),
     "tools without names": ("messages", {"messages": turns("a", "b"), "tools": [{}]}, "'tools' must be a list of functions with names, got [{}]"),
     "thoughts of the wrong type": ("messages", one(role="assistant", content="a", reasoning_content=["b"]), "messages[0].reasoning_content must be a string, got a list"),

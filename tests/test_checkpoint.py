@@ -235,6 +235,19 @@ def test_leftovers_of_a_killed_save_are_removed(run: Path, tiny: list[str]) -> N
     assert not list((run / "checkpoints").glob("tmp-*"))
 
 
+def test_what_no_run_wrote_at_the_place_of_a_checkpoint_stays(run: Path, tiny: list[str]) -> None:
+    for number, place in enumerate((run / "checkpoints/step-00000004", run / "checkpoints/step-00000006")):
+        shutil.rmtree(place, ignore_errors=True)
+        if number:
+            place.symlink_to("somewhere")
+        else:
+            place.write_text("mine")
+    run_training(tiny)
+    assert (run / "checkpoints/aside-step-00000004").read_text() == "mine"
+    assert (run / "checkpoints/aside-step-00000006").readlink() == Path("somewhere")
+    assert (run / "checkpoints/step-00000006/manifest.json").is_file()
+
+
 def test_never_refuses_a_folder_with_checkpoints(run: Path, tiny: list[str]) -> None:
     finished = run_training([*tiny, "checkpoint.resume=never"], expect=2)
     assert (

@@ -306,6 +306,7 @@ def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...] | None:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise DataError(f"{place}: 'tools' must be JSON, got {_shown(value)}") from None
+        check_unicode(json.dumps(value, ensure_ascii=False), "'tools'", place)  # JSON spells what UTF-8 cannot
     if not value and not isinstance(value, list):
         return None
     if not isinstance(value, list) or not all(isinstance(_function_name(tool), str) for tool in value):

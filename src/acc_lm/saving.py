@@ -29,7 +29,7 @@ from acc_lm.checkpoint import BUFFER, kept_pieces, kept_shapes, make_readable, p
 from acc_lm.config import CheckpointConfig, Config
 from acc_lm.errors import StorageError, storage_reason
 from acc_lm.progress import Progress
-from acc_lm.retention import FORMAT, MANIFEST, STATE, Found, checksum, is_among_best, rotate
+from acc_lm.retention import FORMAT, MANIFEST, STATE, Found, checksum, free_name, is_among_best, rotate
 from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
 from acc_lm.stop import FAILED_SAVE, StopRequest, crash_point
 from acc_lm.summary import flush
@@ -386,8 +386,10 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     flush(work / MANIFEST)
     flush(work)
     crash_point("after_manifest_before_rename")
-    if folder.exists():  # the same step saved again: a damaged or superseded one gives way
+    if folder.is_dir() and not folder.is_symlink():  # the same step saved again: a damaged or superseded one gives way
         shutil.rmtree(folder)
+    elif folder.exists() or folder.is_symlink():  # no run wrote that
+        folder.rename(free_name(folder))
     work.rename(folder)
     crash_point("after_rename_before_fsync")
     flush(folder.parent)
