@@ -22,6 +22,7 @@ import matplotlib
 import processes
 import pytest
 import torch
+import transformers.conversion_mapping
 from accelerate import PartialState
 
 IMPORTED = [
@@ -34,6 +35,13 @@ IMPORTED = [
     )
 ]  # fmt: skip
 
+IMPORTED += [importlib.import_module("train")]
+IMPORTED += [
+    importlib.import_module("acc_lm." + ".".join(file.relative_to(processes.ROOT / "src/acc_lm").with_suffix("").parts))
+    for file in sorted((processes.ROOT / "src/acc_lm").rglob("[a-z]*.py"))
+    if "evaluate_modules" not in file.parts
+]
+transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # compiled once for all exports
 torch.set_num_threads(1)
 matplotlib.use("Agg")
 # DeepSpeed asks four times a start, and each answer takes a second.

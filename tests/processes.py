@@ -103,7 +103,8 @@ class Launch:
         self, function: Callable[[], int | None], rank: int, world: int, port: int, environment: dict[str, str]
     ) -> None:
         code = 1
-        gc.freeze()  # what was inherited is looked at by no collection
+        gc.freeze()  # what was inherited is looked at by no collection, not at the end of a run either: looking copies its memory
+        gc.unfreeze = lambda: None
         # What a launcher starts has no Accelerator yet, whatever a test that ran in this process has built.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -64,6 +64,7 @@ def test_a_view_saves_a_copy_of_the_gradients(tiny_recipe: Path) -> None:
     assert saved == pytest.approx(copied["gradient_bytes"], rel=0.3), "the copy, as the system counts pages"
 
 
+@pytest.mark.slow
 def test_bench_comm_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = tmp_path / "comm.md"

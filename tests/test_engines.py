@@ -82,8 +82,8 @@ def train_with_a_bad_gradient(accelerator: Any, model: Any, optimizer: Any, conf
 
 @pytest.mark.parametrize(
     ("config", "num_processes"),
-    [("single", 1), ("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("deepspeed_zero1", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2),
-     ("deepspeed_zero2_offload", 2), ("deepspeed_zero3_offload", 2)],
+    [("single", 1), ("ddp", 2), ("fsdp2", 2), ("deepspeed_zero2", 2), ("deepspeed_zero3", 2), ("deepspeed_zero2_offload", 2),
+     *(pytest.param(*other, marks=pytest.mark.slow) for other in [("hsdp", 4), ("deepspeed_zero1", 2), ("deepspeed_zero3_offload", 2)])],
 )  # fmt: skip
 def test_a_bad_gradient_on_one_process_skips_the_step_on_all_and_is_named(config: str, num_processes: int) -> None:
     """Weights, moments and the count of updates stay; the first step was read together with the second, as between logs."""
@@ -232,8 +232,8 @@ def test_a_parameter_without_a_gradient_is_refused_before_any_data_is_read(tiny:
 @pytest.mark.parametrize(
     ("config", "num_processes"),
     [
-        ("single", 1), ("ddp", 2), ("fsdp2", 2),
-        ("deepspeed_zero2", 2), ("deepspeed_zero3", 2),
+        ("ddp", 2), ("deepspeed_zero3", 2),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in [("single", 1), ("fsdp2", 2), ("deepspeed_zero2", 2)]),
     ],
 )  # fmt: skip
 def test_a_parameter_without_a_gradient_may_be_allowed(

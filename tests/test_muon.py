@@ -295,6 +295,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 def test_killed_at_random_it_goes_on_and_ends_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
     assert kill_at_random([*with_dropout(tiny_recipe), MUON], tmp_path, kills=2, seed=0).in_save >= 1
 

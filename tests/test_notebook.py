@@ -130,6 +130,7 @@ def test_what_a_notebook_sees_when_the_training_cannot_start(tiny: list[str], tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_spawned_processes_train_too(tiny: list[str], tmp_path: Path) -> None:
     done = run_python(SPAWN, tiny, tmp_path)
     assert done.returncode == 0, done.stdout

@@ -325,7 +325,7 @@ def test_documents_in_rows_of_plain_text_are_alone_too(name: str) -> None:
     assert differences(across, loss, expected)[1] > 1e-2
 
 
-@pytest.mark.parametrize(("config", "num_processes"), [("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("config", "num_processes"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)])
 def test_a_run_that_keeps_documents_apart_is_the_same_on_any_backend(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -705,7 +705,15 @@ def items_alone(scenario: Scenario) -> list[dict[str, float]]:
     return run_everywhere(lambda: train_rows(scenario, padded=True))[0]
 
 
-@pytest.mark.parametrize("name", ["single", "ddp x2", "fsdp2 x2", "deepspeed_zero2 x2", "deepspeed_zero3 x2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "single",
+        "ddp x2",
+        "deepspeed_zero3 x2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2 x2", "deepspeed_zero2 x2")),
+    ],
+)
 @pytest.mark.parametrize(
     "scenario", [Scenario("llama", accumulation=2, gradient_checkpointing=True), Scenario("gpt2")], ids=str
 )

@@ -227,7 +227,8 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path:
     assert "got: process 1 has not answered (machine1), while process 0 was in step 4" in finished.errors[0]
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["completed", "failed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True], ids=["completed", "failed"])
 def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny: list[str], tmp_path: Path) -> None:
     """Nor is time on the host a hang, whatever takes it: the device has nothing to do for longer than the timeout."""
 

@@ -208,8 +208,8 @@ def whole_runs(longer: list[str], tmp_path_factory: pytest.TempPathFactory) -> C
     return whole
 
 
-IN_MAKE_TEST = {(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGUSR1), (2, signal.SIGUSR2)}
-"""Each signal once, and each number of processes; the other pairs are slow."""
+IN_MAKE_TEST = {(1, signal.SIGINT), (2, signal.SIGUSR1)}
+"""Each number of processes once, and two of the signals; the other pairs are slow."""
 
 
 @pytest.mark.parametrize(
@@ -365,10 +365,10 @@ def kill_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Ki
 
 
 def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
-    """12 times kill -9, at least 4 of them inside a save; `make chaos` does it a hundred times."""
-    result = kill_at_random(dropout_recipe, tmp_path, kills=12, seed=0)
+    """6 times kill -9, at least 2 of them inside a save; `make chaos` does it a hundred times."""
+    result = kill_at_random(dropout_recipe, tmp_path, kills=6, seed=0)
     print(result)
-    assert result.in_save >= 4
+    assert result.in_save >= 2
 
 
 def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Kills:

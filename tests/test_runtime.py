@@ -84,7 +84,8 @@ def test_torchrun_trains_two_processes(tiny: list[str], tmp_path: Path) -> None:
     assert (environment_of(tmp_path)["strategy"], environment_of(tmp_path)["num_processes"]) == ("ddp", 2)
 
 
-@pytest.mark.parametrize("config", ["single_gpu", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["single_gpu", "cpu"])
 def test_accelerate_launch_with_one_process(config: str, tiny: list[str], tmp_path: Path) -> None:
     done = launch(["accelerate", "launch", "--config_file", str(CONFIGS / f"{config}.yaml"), "train.py", *tiny])
     assert done.returncode == 0, done.stderr
@@ -111,7 +112,11 @@ def test_plain_python_trains_one_process(tiny: list[str], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [["--cpu", "--num_processes", "2"], ["--config_file", "multi_cpu.yaml"]], ids=["cpu flag", "MULTI_CPU"]
+    "options",
+    [
+        pytest.param(["--cpu", "--num_processes", "2"], id="cpu flag"),
+        pytest.param(["--config_file", "multi_cpu.yaml"], id="MULTI_CPU", marks=pytest.mark.slow),
+    ],
 )
 def test_a_launch_that_silently_starts_one_process_is_refused(
     options: list[str], tiny: list[str], tmp_path: Path

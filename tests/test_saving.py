@@ -27,9 +27,9 @@ SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
 @pytest.mark.parametrize(
     ("config", "num_processes"),
     [
-        ("single", 1), ("ddp", 2),
+        ("ddp", 2),
         *(pytest.param(*other, marks=pytest.mark.slow)
-          for other in [("deepspeed_zero3", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 2)]),
+          for other in [("single", 1), ("deepspeed_zero3", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 2)]),
     ],
 )  # fmt: skip
 def test_saved_behind_the_training_is_what_is_saved_in_front_of_it(

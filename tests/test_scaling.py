@@ -243,6 +243,7 @@ def test_another_loss_on_more_processes_is_no_scaling(
     assert (tmp_path / "scaling.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_scaling_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number of processes is one launch: strong and weak begin with the same."""
     monkeypatch.chdir(ROOT)

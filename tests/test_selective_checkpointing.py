@@ -183,7 +183,9 @@ def one_process() -> list[Curve]:
     return run_backend("single", 1, SCENARIOS)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("single", "fsdp2 x2") else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
+)
 def test_every_engine_keeps_its_curve_bit_for_bit(name: str) -> None:
     curves = one_process() if name == "single" else run_backend(*ENGINES[name], SCENARIOS)
     for plain, selective in zip(curves[::2], curves[1::2], strict=True):

@@ -171,6 +171,7 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had_been(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:

@@ -80,18 +80,32 @@ IN_THE_LOOP = {
     "a commit": ("acc_lm.saving._commit", 1, 2),
     "a rotation": ("acc_lm.saving.rotate", 2, 4),
 }
+IN_MAKE_TEST = {("a later step", 2), ("a save", 1), ("a save", 2), ("a commit", 2), ("a rotation", 2)}
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run that was never told to stop, by number of processes."""
+
+    @functools.cache
+    def whole(num_processes: int) -> Path:
+        run = tmp_path_factory.mktemp("whole") / "run"
+        run_training(["--config", str(tiny_recipe), f"output_dir={run}"], num_processes)
+        return run
+
+    return whole
 
 
 @pytest.mark.parametrize(
     ("phase", "num_processes"),
     [
-        pytest.param(phase, count, marks=[] if count == 2 or phase == "a save" else [pytest.mark.slow])
+        pytest.param(phase, count, marks=[] if (phase, count) in IN_MAKE_TEST else [pytest.mark.slow])
         for phase in IN_THE_LOOP
         for count in (1, 2)
     ],
 )
 def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
-    phase: str, num_processes: int, tiny: list[str], tmp_path: Path
+    phase: str, num_processes: int, tiny: list[str], whole_runs: Callable[[int], Path], tmp_path: Path
 ) -> None:
     place, call, step = IN_THE_LOOP[phase]
 
@@ -109,11 +123,10 @@ def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
     assert Path(summary["last_checkpoint"]).name == f"step-{summary['step']:08d}"
     assert not list((tmp_path / "run/checkpoints").glob("tmp-*"))
     run_training(tiny, num_processes)
-    run_training([*tiny, f"output_dir={tmp_path / 'whole'}"], num_processes)
-    assert_equal_runs(tmp_path / "whole", tmp_path / "run", 6)
+    assert_equal_runs(whole_runs(num_processes), tmp_path / "run", 6)
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: list[str], tmp_path: Path) -> None:
     """The last step's evaluation too: the model is exported by the run that goes on."""
     many = [*tiny, "training.micro_batch_size=1", "data.eval_fraction=0.5"]

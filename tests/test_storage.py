@@ -135,6 +135,7 @@ def fill_levels(recipe: Path, folder: Path, levels: range = LEVELS) -> str:
     return f"RLIMIT_FSIZE ({not_mounted})" if not_mounted else "a tmpfs"
 
 
+@pytest.mark.slow
 def test_at_every_fill_level_the_checkpoint_before_is_whole_and_used(tiny_recipe: Path, tmp_path: Path) -> None:
     print(f"{len(LEVELS)} fill levels of {fill_levels(tiny_recipe, tmp_path)}")
 

@@ -203,7 +203,9 @@ def parts_of(run: Path) -> dict[str, list[float]]:
     return {row[:22].strip(): [float(n) for n in row[22:].split() if "%" not in n] for row in table}
 
 
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2", "deepspeed_zero2"])
+@pytest.mark.parametrize(
+    "config", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "fsdp2", "deepspeed_zero2"))]
+)
 def test_a_profile_is_written_and_changes_nothing(config: str, tiny: list[str], tmp_path: Path) -> None:
     more = ["training.micro_batch_size=3"]  # accumulation of 2 or 4, an evaluation inside, and a save
     finished = train([*tiny, *PROFILED, *more], config)
@@ -300,7 +302,7 @@ def test_what_is_slow_shows_where_it_is(
     )
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tiny: list[str], tmp_path: Path) -> None:
     """It needs a second before the first step and after each evaluation, and two tenths of a second in each step.
 

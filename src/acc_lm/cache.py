@@ -43,9 +43,9 @@ def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_proc
             raise DataError(
                 f"data.cache_dir must be a writable folder, got {cache} ({error.strerror}); choose another"
             ) from None
-        if not is_main_process:
-            time.sleep(1)  # let the main process, which shows the progress bar, take the lock
         with (cache / f"{key}.lock").open("w") as lock:
+            if not is_main_process:
+                _let_the_main_process_begin(lock, folder)
             is_locked = _take(lock, cache)
             if not _is_complete(folder):
                 for leftover in cache.glob(f".{key}.*") if is_locked else ():
@@ -59,6 +59,20 @@ def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_proc
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _let_the_main_process_begin(lock: Any, folder: Path) -> None:
+    """Wait up to a second for it to take the lock, because it shows the progress bar."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end and not _is_complete(folder):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that those who wait do not see each other
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # a file system without locks
+        time.sleep(0.01)
 
 
 def _take(lock: Any, cache: Path) -> bool:
