@@ -1,10 +1,10 @@
 # make train   installs into .venv, then trains recipes/quickstart.yaml on whatever is there
 # make test    installs into .venv, then runs the whole test suite
-# make test-all, make parity, make memory, make scaling, make chaos: the sweeps
+# make test-all, make parity, make memory, make scaling, make chaos, make fuzz, make mutate: the sweeps
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-all lint docs readme parity memory scaling chaos bench bench-gpu clean
+.PHONY: train test test-all lint docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
 
 train: .venv/installed
 	$(BIN)/python train.py
@@ -50,6 +50,18 @@ scaling: .venv/installed
 chaos: .venv/installed
 	$(BIN)/python benchmarks/chaos.py docs/reliability.md
 	$(BIN)/python benchmarks/saving.py docs/reliability.md
+
+# Arbitrary input for MINUTES, and single faults planted in the code: what came of both is in docs/reliability.md.
+MINUTES ?= 10
+fuzz: .venv/installed
+	$(BIN)/python benchmarks/fuzz.py --minutes $(MINUTES) docs/reliability.md
+
+mutate: .venv/installed
+	$(BIN)/python benchmarks/mutate.py docs/reliability.md
+
+# What becomes of every causal type of transformers.
+models: .venv/installed
+	$(BIN)/python docs/update_models.py
 
 # docs/benchmarks.md, measured anew beside every peer that is here: Lightning and litgpt's requirements come with
 # pip install 'acc-lm[bench]'; nanoGPT/, litgpt/ and transformers/ are looked for in the folder BENCH_PEERS.

@@ -1,0 +1,258 @@
+"""Plant single faults in the modules that decide numbers, and see whether their tests notice.
+
+python benchmarks/mutate.py docs/reliability.md              (make mutate) a sample of each module
+python benchmarks/mutate.py --only losses --sample 0         all of one module
+
+Each fault is one operator, comparison, number, condition or statement. A fault that no test notices is listed with its line: either
+a test is missing, or the fault changes nothing that can be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT)]
+TESTS = {
+    "order": "order epochs mixture elastic",
+    "rows": "packing epochs data streaming train",
+    "losses": "losses model packing step fast_path",
+    "step": "step router train nonfinite engines",
+    "runtime/gradients": "step nonfinite spike fp16 engines",
+    "evaluation": "evaluation evaluation_sets eval_only train",
+    "packing": "packing conversations fast_path data",
+    "chat": "chat conversations evaluate_cli",
+    "schedule": "schedule muon elastic config",
+    "runtime/pieces": "saving checkpoint muon adapters matrix elastic",
+    "divergence": "nonfinite spike fp16 train",
+}
+"""Test files of each module, those first that are fastest to notice."""
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+SECONDS = 240
+"""After which a fault counts as noticed: what it broke does not end."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    module: str
+    line: int
+    what: str
+    source: str
+    """Of the whole module, with it."""
+
+
+def faults_of(module: str) -> list[Fault]:
+    """Every fault that can be planted in a module."""
+    tree = ast.parse((ROOT / f"src/acc_lm/{module}.py").read_text())
+    number = sum(1 for _ in _changes(copy.deepcopy(tree)))
+    found = []
+    for index in range(number):
+        changed = copy.deepcopy(tree)
+        line, what = next(change for i, change in enumerate(_changes(changed, index)) if i == index)
+        found.append(Fault(module, line, what, ast.unparse(ast.fix_missing_locations(changed))))
+    return found
+
+
+def _changes(tree: ast.Module, wanted: int | None = None) -> Iterator[tuple[int, str]]:
+    """(line, what) of each change, in order; the one of this number is made."""
+    number = -1
+
+    def is_wanted() -> bool:
+        nonlocal number
+        number += 1
+        return number == wanted
+
+    for parent, field, index, node in _nodes(tree):
+        before = ast.unparse(node) if isinstance(node, ast.expr | ast.stmt) else ""
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+            if is_wanted():
+                node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[call-overload]
+            yield node.lineno, f"`{before}` compared otherwise"
+        elif isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in SWAPS:
+            if is_wanted():
+                node.op = SWAPS[type(node.op)]()  # type: ignore[call-overload]
+            yield node.lineno, f"`{before}` with another operator"
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+            if is_wanted():
+                _put(parent, field, index, node.operand)
+            yield node.lineno, f"`{before}` without its sign"
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, bool | int | float)
+            and not isinstance(node.value, str)
+        ):
+            value, where = node.value, ast.unparse(parent).splitlines()[0][:60]
+            if is_wanted():
+                node.value = (
+                    not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * 2
+                )
+            yield node.lineno, f"`{value}` in `{where}` another one"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if is_wanted():
+                _put(parent, field, index, ast.Pass())
+            yield node.lineno, f"`{before.splitlines()[0][:60]}` left out"
+        if isinstance(node, ast.If | ast.IfExp | ast.While) and not isinstance(
+            node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
+        ):
+            test = ast.unparse(node.test)
+            if is_wanted():
+                node.test = ast.UnaryOp(ast.Not(), node.test)
+            yield node.lineno, f"`if {test}` the other way round"
+
+
+def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
+    if index is None:
+        setattr(parent, field, node)
+    else:
+        getattr(parent, field)[index] = node
+
+
+def _nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """(parent, field, place in it, node) of all that is executed and decides something: no annotations, messages or assertions."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "defaults"):
+            continue
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if not isinstance(child, ast.AST) or isinstance(
+                child, ast.Raise | ast.JoinedStr | ast.Assert | ast.ImportFrom
+            ):
+                continue
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            yield node, field, index, child
+            yield from _nodes(child)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", nargs="?", type=Path, help="with a block `mutate` that is replaced")
+    parser.add_argument("--only", choices=list(TESTS))
+    parser.add_argument("--sample", type=int, default=30, help="faults of each module; 0: all (default 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    chosen: list[Fault] = []
+    planted: dict[str, int] = {}
+    for module in [arguments.only] if arguments.only else TESTS:
+        every = faults_of(module)
+        planted[module] = len(every)
+        few = random.Random(arguments.seed).sample(every, min(arguments.sample or len(every), len(every)))
+        chosen += sorted(few, key=lambda fault: fault.line)
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in (
+        "torch",
+        "accelerate",
+        "datasets",
+        "transformers.models.auto.modeling_auto",
+        "deepspeed",
+        "pytest",
+        "torch.distributed.fsdp",
+    ):
+        importlib.import_module(name)  # once, for all that are forked; nothing of acc_lm
+    from tqdm import tqdm
+
+    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
+        start = [Fault(module, 0, "", "") for module in planted]
+        broken = [fault.module for fault, output in pool.imap_unordered(_try, start) if output is not None]
+        if broken:
+            sys.exit(f"error: the tests of {', '.join(broken)} must pass before a fault is planted")
+        alive = [
+            fault for fault, output in tqdm(pool.imap_unordered(_try, chosen), total=len(chosen), unit="fault") if output is None
+        ]  # fmt: skip
+    from acc_lm.cli.parity import machine_line, replace_block
+
+    killed = len(chosen) - len(alive)
+    rows = [
+        f"| `{module}.py` | {possible} | {sum(f.module == module for f in chosen)} | {sum(f.module == module for f in alive)} |"
+        for module, possible in planted.items()
+    ]
+    lines = [
+        f"`make mutate`, that is `python benchmarks/mutate.py --sample {arguments.sample} --seed {arguments.seed} docs/reliability.md`: "
+        f"{len(chosen)} faults planted, {killed} noticed ({killed / len(chosen):.1%}).",
+        "", machine_line(), "", "| module | possible | planted | not noticed |", "|---|---|---|---|", *rows, "",
+        *(f"- `{fault.module}.py:{fault.line}` {fault.what}" for fault in sorted(alive, key=lambda f: (f.module, f.line))),
+    ]  # fmt: skip
+    print(*lines, sep="\n")
+    if arguments.page:
+        replace_block(arguments.page, "mutate", "\n".join(lines))
+
+
+def _try(fault: Fault) -> tuple[Fault, str | None]:
+    """Run the tests of its module with the fault in place; the first failure, None if there is none."""
+    with tempfile.TemporaryDirectory(prefix="acc-lm-mutate-") as folder:
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in files.split("\0"):
+            if name and (ROOT / name).is_file():
+                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, Path(folder, name))
+        if fault.source:
+            Path(folder, f"src/acc_lm/{fault.module}.py").write_text(fault.source)
+        output = Path(folder, "output")
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            _run_tests(folder, TESTS[fault.module].split(), output)
+        end = time.monotonic() + SECONDS * (1 if fault.source else 10)
+        while time.monotonic() < end:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                passed = os.waitstatus_to_exitcode(status) == 0
+                return fault, None if passed else output.read_text(errors="replace")[-2000:]
+            time.sleep(0.05)
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return fault, "it does not end"
+
+
+def _run_tests(folder: str, names: list[str], output: Path) -> None:
+    code = 1
+    try:
+        os.chdir(folder)
+        with output.open("wb", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.path[:] = [f"{folder}/src", folder, f"{folder}/tests", *(path for path in sys.path if path != str(ROOT))]
+        os.environ["PYTHONPATH"] = f"{folder}/src"
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        import pytest
+
+        code = int(
+            pytest.main(
+                [
+                    "-x",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "--rootdir",
+                    folder,
+                    *(f"tests/test_{name}.py" for name in names),
+                ]
+            )
+        )
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
