@@ -1,9 +1,12 @@
-"""Other people's models: the types that are used most train here as in transformers."""
+"""Other people's models: each type trains here as in transformers, or is refused for a reason that is true.
+
+`docs/models.md` is made by the same code and says what becomes of which type.
+"""
 
 from __future__ import annotations
 
 import pytest
-from model_zoo import look_at
+from model_zoo import TYPES, look_at
 from processes import run_everywhere
 
 MOST_USED = ["bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "llama", "mamba", "mistral", "mixtral", "mpt", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]  # fmt: skip
@@ -20,3 +23,12 @@ def test_a_type_trains_as_in_transformers(model_type: str) -> None:
         "whose positions or states run on from document to document"
     )
     assert found.adapters == (model_type != "mamba"), "whose projections peft does not adapt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in MOST_USED])
+def test_a_type_trains_as_in_transformers_or_is_refused_for_a_true_reason(model_type: str) -> None:
+    (found,) = run_everywhere(lambda: look_at(model_type))
+    print(found)
+    assert not found.wrong
+    assert found.outcome in ("trains", "refused")
