@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 # Read before conftest.py gives the tests a cache of their own: a minute of compiling is not to be done in every test run.
 KEPT_CACHE = Path(os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm-tests").expanduser()
 GRACE_SECONDS = 20
+UNFREEZE = gc.unfreeze
 LAUNCH_VARIABLES = re.compile(
     r"^(ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|ACC_LM_CONFIG_FILE$|RANK$|WORLD_SIZE$|LOCAL_RANK$|LOCAL_WORLD_SIZE$|MASTER_|TORCHELASTIC_|OMP_NUM)"
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fuzz import PROPERTIES
-from hypothesis import HealthCheck, Phase, given, settings
+
+pytest.importorskip("hypothesis", reason="pip install 'acc-lm[dev]'")
+
+from fuzz import PROPERTIES  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 
 EXAMPLES = {"recipes run": 6, "files of a run": 12, "files of text": 60, "recipes read": 60}
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -370,6 +371,19 @@ def test_an_interrupted_command_ends_what_it_started(number: signal.Signals, tmp
     while is_alive(grandchild) and time.monotonic() < end:
         time.sleep(0.02)
     assert not is_alive(grandchild)
+
+
+def test_a_wait_that_a_signal_broke_off_keeps_no_process_alive() -> None:
+    """Between taking the lock of a Popen and looking after the process nothing lets it go again."""
+    from acc_lm.cli.launching import _end
+
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process._waitpid_lock.acquire()  # type: ignore[attr-defined]
+    ending = threading.Thread(target=_end, args=(process,), daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
+    assert not is_alive(process.pid)
 
 
 def is_alive(process: int) -> bool:

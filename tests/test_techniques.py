@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import Curve, Scenario, run_backend, train_curve
-from processes import ROOT, launcher_environment, run_everywhere, run_training
+from processes import ROOT, UNFREEZE, launcher_environment, run_everywhere, run_training
 from torch.nn.attention import SDPBackend
 
 import acc_lm.losses
@@ -281,6 +281,7 @@ def test_no_collection_during_the_steps_looks_at_what_was_there_before(tiny: lis
         import acc_lm.step
         import train
 
+        gc.unfreeze = UNFREEZE
         gc.unfreeze()
         counts = []
         step = acc_lm.step.train_step

@@ -102,7 +102,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    process.wait()
+    # Not by the Popen: a signal that interrupted its own waiting can have left its lock taken.
+    psutil.wait_procs(family, timeout=10)
 
 
 def _what_it_says(log: Path, codes: list[int]) -> str:
