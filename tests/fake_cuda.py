@@ -267,6 +267,7 @@ def move(model: torch.nn.Module, mode: Any) -> None:
 
 def main(overrides: list[str]) -> int:
     # Before anything is pretended: while they are imported these libraries look at what CUDA has.
+    import peft  # noqa: F401
     import torch._dynamo
     import transformers.models.llama.modeling_llama  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

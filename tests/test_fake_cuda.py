@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +23,21 @@ RUNS = {
     "fp16": ["training.mixed_precision=fp16"],
     "muon, saved in the background": ["training.mixed_precision=bf16", "optimizer.name=muon", "checkpoint.asynchronous=true"],
     "packed rows": ["training.mixed_precision=bf16", "data.attend_across_documents=false"],
+    "gradient checkpointing": ["training.mixed_precision=bf16", "model.gradient_checkpointing=true"],
+    "selective checkpointing": ["training.mixed_precision=bf16", "model.gradient_checkpointing=selective"],
+    "LoRA": ["training.mixed_precision=bf16", "adapter.kind=lora", "model.config=null", "model.name_or_path={hub}/HuggingFaceTB/SmolLM2-135M"],
+    "GPT-2 with its odd vocabulary": ["training.mixed_precision=bf16", "model.config={model_type: gpt2, n_embd: 64, n_layer: 1, n_head: 4, vocab_size: 331}"],
+    "experts": ["training.mixed_precision=bf16", "model.config={model_type: mixtral, hidden_size: 64, intermediate_size: 64, "
+                "num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2, num_local_experts: 4, num_experts_per_tok: 2}"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "bf16" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+    "name", [name if name in ("bf16", "experts") else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
-def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: str) -> None:
-    command = [sys.executable, str(ROOT / "tests/fake_cuda.py"), *RUNS[name]]
+def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: str, hub: Path) -> None:
+    overrides = [override.replace("{hub}", str(hub)) for override in RUNS[name]]
+    command = [sys.executable, str(ROOT / "tests/fake_cuda.py"), *overrides]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.returncode == 0, run.stdout

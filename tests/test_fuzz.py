@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("hypothesis", reason="pip install 'acc-lm[dev]'")
 
-from fuzz import PROPERTIES  # noqa: E402
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from fuzz import PROPERTIES
+from hypothesis import HealthCheck, Phase, given, settings
 
 EXAMPLES = {"recipes run": 6, "files of a run": 12, "files of text": 60, "recipes read": 60}
 

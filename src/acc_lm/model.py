@@ -30,6 +30,7 @@ from acc_lm.attention import (
 )
 from acc_lm.config import AdapterConfig, ModelConfig
 from acc_lm.errors import ConfigError, MachineError, UserError
+from acc_lm.experts import use_autocast
 from acc_lm.losses import (
     IGNORE_INDEX,
     LossSums,
@@ -319,6 +320,8 @@ def _fit_to_recipe(
     _check_length(model, sequence_length)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the kernels that multiply experts in groups do not take it
+    else:
+        use_autocast(model)
     _train_every_row(model)
     _check_checkpointing(model, config)
     if config.gradient_checkpointing:

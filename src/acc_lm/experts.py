@@ -1,0 +1,48 @@
+"""Grouped matrix products of a mixture of experts, computed in the type of autocast.
+
+`torch.nn.functional.grouped_mm` takes no part in autocast, so float32 weights under bf16 autocast are multiplied in float32: on a
+GPU that is a loop over the experts which waits for the device, in place of one kernel for bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "grouped_mm_in_autocast"
+
+
+def use_autocast(model: PreTrainedModel) -> None:
+    """Let the experts of this model heed autocast where transformers multiplies them in groups; other models stay as they are."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if getattr(model.config.get_text_config(), "_experts_implementation", None) != "grouped_mm":
+        return
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+    model.set_experts_implementation(NAME)
+
+
+def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:
+        experts = _Cast(experts, torch.get_autocast_dtype(device))
+    result: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    return result
+
+
+class _Cast:
+    """A module's attributes, of which the parameters are of another type."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
