@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "acc_lm"
 FLOORS = {
     "redaction": 0, "cache": 0, "errors": 0, "losses": 0, "activations": 0, "packing": 0, "order": 0, "mixture": 0, "progress": 0, "history": 0, "stop": 0, "throughput": 0,
     "config": 1, "recipe": 1, "timetable": 1,
-    "sources": 2, "tokenizer": 2, "chat": 2, "conversations": 2, "stream_reader": 2, "streaming": 2, "rows": 2, "documents": 2, "data": 2, "attention": 2, "adapter": 2, "router": 2,
+    "sources": 2, "tokenizer": 2, "chat": 2, "conversations": 2, "stream_reader": 2, "streaming": 2, "rows": 2, "documents": 2, "data": 2, "attention": 2, "adapter": 2, "router": 2, "experts": 2,
     "model": 2, "muon": 2, "optimizer": 2, "schedule": 2, "runtime": 2, "tracking": 2,
     "step": 3, "evaluation": 3, "checkpoint": 3, "saving": 3, "divergence": 3, "resuming": 3, "retention": 3,
     "epochs": 3, "samples": 3, "early_stopping": 3, "dry_run": 3, "export": 3, "profiling": 3, "speed": 3, "scoring": 3, "completions": 3, "summary": 3, "console": 3,
