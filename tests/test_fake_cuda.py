@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,25 @@ def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: 
     assert saves == ["1", "1"], (
         "the host waits once for all tensors of a checkpoint, and once for the counts of updates"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton")
+def test_the_loss_and_a_block_become_triton_code_without_symbolic_sizes() -> None:
+    """15 kernels for the loss at two chunks, 6 for a block, in torch 2.13; attention is flash attention's own."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    }
+    command = [sys.executable, str(ROOT / "tests/fake_inductor.py")]
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.returncode == 0, run.stdout
+    counts = {
+        name: tuple(map(int, numbers)) for name, *numbers in
+        re.findall(r"^([\w ]+): (\d+) Triton kernels, (\d+) others, (\d+) of flash attention, (\d+) symbolic sizes", run.stdout, re.M)
+    }  # fmt: skip
+    print(counts)
+    assert set(counts) == {"fused loss", "one block"}
+    for kernels, _, _, symbols in counts.values():
+        assert kernels >= 4
+        assert symbols == 0
+    assert counts["one block"][2] == 1
