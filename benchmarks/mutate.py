@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import importlib
 import multiprocessing
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -47,8 +48,12 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-SECONDS = 240
-"""After which a fault counts as noticed: what it broke does not end."""
+SECONDS = 900
+"""For the tests of a module without a fault. With one they have three times what they took, and at least a minute."""
+PASSED, FAILED, ENDLESS, BROKEN = "not noticed", "noticed", "does not end", "cannot be imported"
+OUTCOME_NAMES = (PASSED, FAILED, ENDLESS, BROKEN)
+OUTCOMES = {0: PASSED, 1: FAILED}
+"""By the exit code of pytest; any other says that no test was run."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Fault:
     what: str
     source: str
     """Of the whole module, with it."""
+    seconds: float = SECONDS
+    """For its tests."""
 
 
 def faults_of(module: str) -> list[Fault]:
@@ -102,9 +109,7 @@ def _changes(tree: ast.Module, wanted: int | None = None) -> Iterator[tuple[int,
         ):
             value, where = node.value, ast.unparse(parent).splitlines()[0][:60]
             if is_wanted():
-                node.value = (
-                    not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * 2
-                )
+                node.value = not value if isinstance(value, bool) else value + 1
             yield node.lineno, f"`{value}` in `{where}` another one"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if is_wanted():
@@ -171,57 +176,73 @@ def main() -> None:
         importlib.import_module(name)  # once, for all that are forked; nothing of acc_lm
     from tqdm import tqdm
 
-    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
-        start = [Fault(module, 0, "", "") for module in planted]
-        broken = [fault.module for fault, output in pool.imap_unordered(_try, start) if output is not None]
-        if broken:
-            sys.exit(f"error: the tests of {', '.join(broken)} must pass before a fault is planted")
-        alive = [
-            fault for fault, output in tqdm(pool.imap_unordered(_try, chosen), total=len(chosen), unit="fault") if output is None
-        ]  # fmt: skip
+    with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=1) as pool:
+        sound = [
+            Fault(module, 0, "", ast.unparse(ast.parse((ROOT / f"src/acc_lm/{module}.py").read_text())))
+            for module in planted
+        ]
+        seconds = {}
+        for fault, outcome, took in pool.imap_unordered(_try, sound):
+            if outcome != PASSED:
+                sys.exit(f"error: the tests of {fault.module} must pass before a fault is planted, got: {outcome}")
+            seconds[fault.module] = max(60, 3 * took)
+        chosen = [replace(fault, seconds=seconds[fault.module]) for fault in chosen]
+        found = [
+            (fault, outcome)
+            for fault, outcome, _ in tqdm(pool.imap_unordered(_try, chosen), total=len(chosen), unit="fault")
+        ]
     from acc_lm.cli.parity import machine_line, replace_block
 
-    killed = len(chosen) - len(alive)
+    def count(module: str, *outcomes: str) -> int:
+        return sum(fault.module == module and outcome in (outcomes or OUTCOME_NAMES) for fault, outcome in found)
+
+    killed = sum(outcome != PASSED for _, outcome in found)
     rows = [
-        f"| `{module}.py` | {possible} | {sum(f.module == module for f in chosen)} | {sum(f.module == module for f in alive)} |"
+        f"| `{module}.py` | {possible} | {count(module)} | {count(module, FAILED)} | {count(module, ENDLESS, BROKEN)} | {count(module, PASSED)} |"
         for module, possible in planted.items()
     ]
+    alive = sorted(
+        (fault for fault, outcome in found if outcome == PASSED), key=lambda fault: (fault.module, fault.line)
+    )
     lines = [
         f"`make mutate`, that is `python benchmarks/mutate.py --sample {arguments.sample} --seed {arguments.seed} docs/reliability.md`: "
-        f"{len(chosen)} faults planted, {killed} noticed ({killed / len(chosen):.1%}).",
-        "", machine_line(), "", "| module | possible | planted | not noticed |", "|---|---|---|---|", *rows, "",
-        *(f"- `{fault.module}.py:{fault.line}` {fault.what}" for fault in sorted(alive, key=lambda f: (f.module, f.line))),
+        f"{len(found)} faults planted, {killed} noticed ({killed / len(found):.1%}).",
+        "", machine_line(), "",
+        "| module | possible | planted | failed a test | ended in a hang or could not be imported | not noticed |", "|---|---|---|---|---|---|", *rows, "",
+        *(f"- `{fault.module}.py:{fault.line}` {fault.what}" for fault in alive),
     ]  # fmt: skip
     print(*lines, sep="\n")
     if arguments.page:
         replace_block(arguments.page, "mutate", "\n".join(lines))
 
 
-def _try(fault: Fault) -> tuple[Fault, str | None]:
-    """Run the tests of its module with the fault in place; the first failure, None if there is none."""
-    with tempfile.TemporaryDirectory(prefix="acc-lm-mutate-") as folder:
+def _try(fault: Fault) -> tuple[Fault, str, float]:
+    """Run the tests of its module with the fault in place; what came of it, and the seconds it took."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="acc-lm-mutate-", ignore_cleanup_errors=True) as folder:
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in files.split("\0"):
             if name and (ROOT / name).is_file():
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, Path(folder, name))
-        if fault.source:
-            Path(folder, f"src/acc_lm/{fault.module}.py").write_text(fault.source)
-        output = Path(folder, "output")
+        Path(folder, f"src/acc_lm/{fault.module}.py").write_text(fault.source)
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            _run_tests(folder, TESTS[fault.module].split(), output)
-        end = time.monotonic() + SECONDS * (1 if fault.source else 10)
+            _run_tests(folder, TESTS[fault.module].split(), Path(folder, "output"))
+        end = start + fault.seconds
+        outcome = ENDLESS
         while time.monotonic() < end:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                passed = os.waitstatus_to_exitcode(status) == 0
-                return fault, None if passed else output.read_text(errors="replace")[-2000:]
+                outcome = OUTCOMES.get(os.waitstatus_to_exitcode(status), BROKEN)
+                break
             time.sleep(0.05)
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return fault, "it does not end"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # and all that it left
+        if outcome == ENDLESS:
+            os.waitpid(pid, 0)
+        return fault, outcome, time.monotonic() - start
 
 
 def _run_tests(folder: str, names: list[str], output: Path) -> None:

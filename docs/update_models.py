@@ -24,7 +24,7 @@ def main() -> None:
 
     assert conftest
     found: list[Found] = [run_everywhere(lambda name=name: look_at(name))[0] for name in tqdm(TYPES)]
-    trains = [each for each in found if each.outcome == "trains"]
+    trains = [each for each in found if each.outcome == "trains" and not each.wrong]
     others = [each for each in found if each.outcome != "trains"]
     wrong = [each for each in found if each.wrong]
     lines = [

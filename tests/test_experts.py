@@ -24,6 +24,8 @@ def test_their_products_are_in_the_type_of_autocast(
 ) -> None:
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
     model, _ = build_model(ModelConfig(config=shape, router_loss="off"), tokenizer, 16, 0)
+    model.config.save_pretrained(tmp_path)
+    assert "in_autocast" not in (tmp_path / "config.json").read_text()
     seen: list[torch.dtype] = []
     product = functional.grouped_mm
 
@@ -64,5 +66,14 @@ def test_their_products_are_in_the_type_of_autocast(
     assert seen
     assert torch.equal(same, exact)
     assert all(torch.equal(same_gradients[name], gradient) for name, gradient in exact_gradients.items())
-    model.config.save_pretrained(tmp_path)
-    assert "autocast" not in (tmp_path / "config.json").read_text()
+
+
+def test_sizes_that_16_bits_do_not_align_are_multiplied_one_by_one() -> None:
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    model, _ = build_model(
+        ModelConfig(config=QWEN | {"moe_intermediate_size": 20}, router_loss="off"), tokenizer, 16, 0
+    )
+    ids = torch.randint(1, 250, (3, 17), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            model.train()(ids[:, :-1], ids[:, 1:]).backward()

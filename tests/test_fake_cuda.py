@@ -56,7 +56,7 @@ def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton")
-def test_the_loss_and_a_block_become_triton_code_without_symbolic_sizes() -> None:
+def test_the_loss_and_a_block_become_triton_code() -> None:
     """15 kernels for the loss at two chunks, 6 for a block, in torch 2.13; attention is flash attention's own."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -66,11 +66,9 @@ def test_the_loss_and_a_block_become_triton_code_without_symbolic_sizes() -> Non
     assert run.returncode == 0, run.stdout
     counts = {
         name: tuple(map(int, numbers)) for name, *numbers in
-        re.findall(r"^([\w ]+): (\d+) Triton kernels, (\d+) others, (\d+) of flash attention, (\d+) symbolic sizes", run.stdout, re.M)
+        re.findall(r"^([\w ]+): (\d+) Triton kernels, (\d+) others, (\d+) of flash attention", run.stdout, re.M)
     }  # fmt: skip
     print(counts)
     assert set(counts) == {"fused loss", "one block"}
-    for kernels, _, _, symbols in counts.values():
-        assert kernels >= 4
-        assert symbols == 0
+    assert all(kernels >= 4 for kernels, *_ in counts.values())
     assert counts["one block"][2] == 1

@@ -197,4 +197,6 @@ def test_targets_are_those_of_trl(name: str, tmp_path: Path) -> None:
             continue
         assert decoded(tokenizer, ours) == decoded(tokenizer, learned)
         if len(items) == 1:
-            assert items[0].ids == ids[: len(items[0].ids)]
+            (item,) = items
+            assert item.ids == ids[: len(item.ids)]
+            assert [i if t else -100 for i, t in zip(item.ids, item.is_target, strict=True)] == labels[: len(item.ids)]

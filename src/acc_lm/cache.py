@@ -43,7 +43,7 @@ def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_proc
             raise DataError(
                 f"data.cache_dir must be a writable folder, got {cache} ({error.strerror}); choose another"
             ) from None
-        with (cache / f"{key}.lock").open("w") as lock:
+        with (cache / f"{key}.lock").open("a+") as lock:  # NFS locks for reading only what is open for reading
             if not is_main_process:
                 _let_the_main_process_begin(lock, folder)
             is_locked = _take(lock, cache)

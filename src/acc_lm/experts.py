@@ -24,14 +24,23 @@ def use_autocast(model: PreTrainedModel) -> None:
     if getattr(model.config.get_text_config(), "_experts_implementation", None) != "grouped_mm":
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
-    model.set_experts_implementation(NAME)
+    experts = [
+        p for module in model.modules() if hasattr(module, "down_proj") for p in module.parameters(recurse=False)
+    ]
+    # Rows of 16 bytes, or the grouped product refuses them: 8 numbers of 16 bits.
+    fits = all(size % 8 == 0 for p in experts if p.dim() == 3 for size in p.shape[1:])
+    model.set_experts_implementation(NAME if fits else "eager")
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     device = hidden_states.device.type
-    if torch.is_autocast_enabled(device) and hidden_states.dtype != torch.float64:
+    if (
+        torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+        and hidden_states.dtype != torch.float64
+    ):
         experts = _Cast(experts, torch.get_autocast_dtype(device))
     result: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     return result

@@ -168,7 +168,8 @@ def draw(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
     if any(value > 0 for value in rates):
         rate.set_yscale("log")
         rate.yaxis.set_major_formatter("{x:g}")
-        rate.yaxis.set_minor_formatter(NullFormatter())
+        if max(rates) >= 100 * min(value for value in rates if value > 0):  # else only the small marks have a label
+            rate.yaxis.set_minor_formatter(NullFormatter())
     rate.set_title("Learning rate", y=1.0)
     for axes in (train, evaluation, rate):
         axes.set_xlabel("optimizer step")

@@ -102,8 +102,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    # Not by the Popen: a signal that interrupted its own waiting can have left its lock taken.
-    psutil.wait_procs(family, timeout=10)
+    # Not by the Popen: a signal that interrupted its own waiting can have left its lock taken. Nor for its children, which
+    # are somebody else's once it is gone.
+    process.returncode = family[-1].wait(timeout=10)
 
 
 def _what_it_says(log: Path, codes: list[int]) -> str:
