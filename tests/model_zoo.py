@@ -253,7 +253,11 @@ def untrue(config: ModelConfig, tokenizer: Any, reason: str) -> str:
         at = LENGTH // 4
         early = model(input_ids=ids, use_cache=False).logits[:, at].sum()
         (gradient,) = torch.autograd.grad(early, embedded[0])
-        return "" if gradient[:, at + 1 :].any() else "no logit changes with a later token"
+        later = ids.clone()
+        later[:, LENGTH // 2 :] = ids[:, LENGTH // 2 :].flip(1) + 1
+        change = (model(input_ids=later, use_cache=False).logits - logits)[:, : LENGTH // 2]
+        leaks = bool(gradient[:, at + 1 :].any()) or float(change.abs().max()) > 0
+        return "" if leaks else "no logit changes with a later token"
     return "it runs"
 
 

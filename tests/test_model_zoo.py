@@ -11,6 +11,9 @@ from processes import run_everywhere
 
 MOST_USED = ["bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "llama", "mamba", "mistral", "mixtral", "mpt", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]  # fmt: skip
 
+NOT_BUILT = ("dots3_note", "gemma4_assistant")
+"""Wrappers, of images and of another model's drafts, whose parts do not become small together."""
+
 
 @pytest.mark.parametrize("model_type", MOST_USED)
 def test_a_type_trains_as_in_transformers(model_type: str) -> None:
@@ -31,4 +34,4 @@ def test_a_type_trains_as_in_transformers_or_is_refused_for_a_true_reason(model_
     (found,) = run_everywhere(lambda: look_at(model_type))
     print(found)
     assert not found.wrong
-    assert found.outcome in ("trains", "refused")
+    assert found.outcome in (("not built",) if model_type in NOT_BUILT else ("trains", "refused"))

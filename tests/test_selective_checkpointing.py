@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BACKENDS, STRATEGY, Curve, Scenario, run_backend
-from processes import run_training
+from processes import run_everywhere, run_training
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acc_lm import activations
@@ -54,7 +54,14 @@ def step(model: Any, run: Any, packs: bool = False) -> list[torch.Tensor]:
 
 
 def kept_bytes(run: Callable[[], Any]) -> int:
-    """What is still there after a forward pass and was not before it, by the allocator's own count."""
+    """What is still there after a forward pass and was not before it, by the allocator's own count.
+
+    In a process of its own: in one that has profiled, torch's profiler cannot be silenced any more.
+    """
+    return int(run_everywhere(lambda: _kept_bytes(run))[0])
+
+
+def _kept_bytes(run: Callable[[], Any]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     run().backward()
