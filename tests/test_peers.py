@@ -343,6 +343,7 @@ def test_through_a_launcher_nobody_is_left(tiny: list[str], tmp_path: Path) -> N
     assert not launcher_process.is_running()
     assert seconds < 10, "5 s are promised; the launcher takes most of them"
     print(f"gone after {seconds:.1f} s")
+    assert (tmp_path / "run/summary.json").is_file(), output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] in ("worker_lost", "preempted"), output
     assert "process 1" in output

@@ -72,6 +72,32 @@ def test_before_the_loop_a_signal_ends_the_run_where_it_is(phase: str, tiny: lis
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 6
 
 
+def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str], tmp_path: Path) -> None:
+    """A launcher that has seen another process end sends one just then."""
+
+    def prepare() -> None:
+        from acc_lm.cli import outcome
+
+        write = outcome.write_failure
+
+        def told(*arguments: Any) -> None:
+            tell()
+            write(*arguments)
+
+        outcome.write_failure = told
+
+        def broken(*arguments: Any, **keywords: Any) -> None:
+            raise RuntimeError("broken")
+
+        import acc_lm.step
+
+        acc_lm.step.train_step = broken  # type: ignore[assignment]
+
+    finished = train_with(tiny, prepare, 1)
+    assert finished.codes == [1], finished.output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["reason"] == "RuntimeError: broken"
+
+
 IN_THE_LOOP = {
     "the first step": ("acc_lm.step.train_step", 1, 1),
     "a later step": ("acc_lm.step.train_step", 4, 4),

@@ -40,6 +40,17 @@ FILE_SECONDS = 0.5
 STUCK_SECONDS = 30.0
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put back the handlers of signals as they were, whatever a run that ended with an error has left."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopRequest:
     """All that asks a run to stop or to save, as a flag that its processes agree on after a step.
 
@@ -70,14 +81,20 @@ class StopRequest:
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         looks = threading.Thread(target=self._leave_if_stuck, args=(reader, os.getppid()), daemon=True, name="stuck")
         looks.start()
+        after: dict[Any, Any] = dict(before)
         try:
             yield self
+        except BaseException:
+            # What went wrong is still to be said and written down. A launcher that has seen another process end sends a SIGTERM
+            # just then, which must not cut that off.
+            after |= dict.fromkeys(after.keys() - {signal.SIGINT}, signal.SIG_IGN)
+            raise
         finally:
             signal.set_wakeup_fd(wakeup)
             writer.close()
             looks.join(1.0)
             reader.close()
-            for number, handler in before.items():
+            for number, handler in after.items():
                 signal.signal(number, handler)
 
     def _leave_if_stuck(self, signals: socket.socket, launcher: int) -> None:

@@ -18,7 +18,7 @@ from acc_lm.cli.arguments import Mode, parse_train_arguments
 from acc_lm.config import Config
 from acc_lm.errors import EXIT_INTERRUPTED, Preempted, UserError, print_problems
 from acc_lm.redaction import print_anything, redact
-from acc_lm.stop import StopRequest, die_with_launcher
+from acc_lm.stop import StopRequest, die_with_launcher, handlers_kept
 from acc_lm.summary import open_output_dir, write_failure
 
 
@@ -36,6 +36,7 @@ def end_at_once(output_dir: str | None, error: UserError) -> NoReturn:
         os._exit(error.exit_code)
 
 
+@handlers_kept()
 def run_to_its_end(
     train: Callable[[Config, StopRequest, Mode], int], arguments: Sequence[str], default_recipe: Path
 ) -> int:
