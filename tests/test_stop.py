@@ -98,6 +98,19 @@ def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str
     assert json.loads((tmp_path / "run/summary.json").read_text())["reason"] == "RuntimeError: broken"
 
 
+def test_a_recipe_is_refused_in_a_thread_too(tmp_path: Path) -> None:
+    """Where no handler may be set, as none was changed."""
+    import threading
+
+    import train
+
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(train.main(["--config", str(tmp_path / "none.yaml")])))
+    thread.start()
+    thread.join()
+    assert codes == [2]
+
+
 IN_THE_LOOP = {
     "the first step": ("acc_lm.step.train_step", 1, 1),
     "a later step": ("acc_lm.step.train_step", 4, 4),

@@ -48,7 +48,9 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None is one that is not Python's; and only the main thread may set any, which has then changed them.
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 class StopRequest:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,7 +104,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
     # Not by the Popen: a signal that interrupted its own waiting can have left its lock taken. Nor for its children, which
     # are somebody else's once it is gone.
-    process.returncode = family[-1].wait(timeout=10)
+    with suppress(psutil.TimeoutExpired):
+        process.returncode = family[-1].wait(timeout=10)
 
 
 def _what_it_says(log: Path, codes: list[int]) -> str:
