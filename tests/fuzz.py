@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from processes import ROOT, Finished, Launch, run_training
 from ruamel.yaml import YAML
-from test_chat import FAMILIES, LONG, decoded, tokenizer_of
+from test_chat import FAMILIES, LONG, decoded, rendered, tokenizer_of
 
 from acc_lm.chat import build_items, load_template
 from acc_lm.config import Config, DataConfig, OptimizerConfig, ScheduleConfig, Section, TokenizerConfig
@@ -293,13 +293,7 @@ def trained_as_rendered(case: tuple[str, Any]) -> str:
     tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
 
     def library(messages: list[dict[str, Any]], **how: Any) -> str:
-        def render(messages: list[dict[str, Any]]) -> str:
-            return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how))
-
-        try:
-            return render(messages)
-        except Exception:  # a template that needs a content is given an empty one
-            return render([{**message, "content": message.get("content") or ""} for message in messages])
+        return rendered(tokenizer, messages, tools, **how)
 
     assert decoded(tokenizer, whole.ids) == library(messages)
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

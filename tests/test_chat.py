@@ -452,6 +452,18 @@ def generated_records(number: int) -> list[dict[str, Any]]:
     return records
 
 
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, **how: Any) -> str:
+    """The library's own text; a template that needs a content is given an empty one."""
+
+    def text(messages: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how))
+
+    try:
+        return text(messages)
+    except Exception:
+        return text([{**message, "content": message.get("content") or ""} for message in messages])
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "ours"])
 def test_what_is_trained_is_byte_for_byte_what_the_library_renders_of_the_record(name: str) -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte", name if name in FAMILIES else "zephyr"))
@@ -465,13 +477,7 @@ def test_what_is_trained_is_byte_for_byte_what_the_library_renders_of_the_record
         tools = json.loads(tools) if isinstance(tools, str) else tools
 
         def library(messages: list[dict[str, Any]], tools: Any = tools, **how: Any) -> str:
-            def text(messages: list[dict[str, Any]]) -> str:
-                return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how))
-
-            try:
-                return text(messages)
-            except Exception:  # a template that needs a content is given an empty one
-                return text([{**message, "content": message.get("content") or ""} for message in messages])
+            return rendered(tokenizer, messages, tools, **how)
 
         plan = ChatPlan("messages", "assistant", None, LONG)
         document = plan.read(json.loads(json.dumps(record)), "x.jsonl:1", Skipped(0))
