@@ -22,8 +22,8 @@ import matplotlib
 import processes
 import pytest
 import torch
-import transformers.conversion_mapping
 from accelerate import PartialState
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 IMPORTED = [
     importlib.import_module(name)
@@ -41,7 +41,7 @@ IMPORTED += [
     for file in sorted((processes.ROOT / "src/acc_lm").rglob("[a-z]*.py"))
     if "evaluate_modules" not in file.parts
 ]
-transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # compiled once for all exports
+get_checkpoint_conversion_mapping("llama")  # compiled once for all exports
 torch.set_num_threads(1)
 matplotlib.use("Agg")
 # DeepSpeed asks four times a start, and each answer takes a second.

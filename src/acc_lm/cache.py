@@ -1,4 +1,4 @@
-"""What can always be made again, kept on disk: found by the hash of its content, made by one process, whole or not at all."""
+"""Content-addressed cache on disk: one process builds an entry, completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FACTS = "facts.json"
 
 
 def cache_folder(chosen: str | None = None) -> Path:
-    """Where things are kept that can always be made again: token rows, compiled extensions."""
+    """Folder for files that can always be built again: token rows, compiled extensions."""
     return Path(os.path.expanduser(chosen or os.environ.get("ACC_LM_CACHE") or "~/.cache/acc-lm"))
 
 
 def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_process: bool) -> Path:
-    """The folder of that name in the cache; made by one process, under a file lock, when it is not there whole.
+    """Folder `key` of the cache; if it is missing or incomplete, one process builds it under a file lock.
 
     Args:
-        build: writes everything into the folder it is given, `write_facts` last.
+        build: writes everything into the folder that it receives, `write_facts` last.
 
     Raises:
         DataError: the cache cannot be written to.
@@ -43,7 +43,7 @@ def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_proc
             raise DataError(
                 f"data.cache_dir must be a writable folder, got {cache} ({error.strerror}); choose another"
             ) from None
-        with (cache / f"{key}.lock").open("a+") as lock:  # NFS locks for reading only what is open for reading
+        with (cache / f"{key}.lock").open("a+") as lock:  # NFS needs a file open for reading for a shared lock
             if not is_main_process:
                 _let_the_main_process_begin(lock, folder)
             is_locked = _take(lock, cache)
@@ -62,11 +62,11 @@ def make_once(cache: Path, key: str, build: Callable[[Path], None], is_main_proc
 
 
 def _let_the_main_process_begin(lock: Any, folder: Path) -> None:
-    """Wait up to a second for it to take the lock, because it shows the progress bar."""
+    """Wait up to a second for the main process to take the lock, because it shows the progress bar."""
     end = time.monotonic() + 1
     while time.monotonic() < end and not _is_complete(folder):
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that those who wait do not see each other
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: waiting processes do not detect each other
             fcntl.flock(lock, fcntl.LOCK_UN)
         except BlockingIOError:
             return
@@ -76,7 +76,7 @@ def _let_the_main_process_begin(lock: Any, folder: Path) -> None:
 
 
 def _take(lock: Any, cache: Path) -> bool:
-    """Wait for the lock, which the kernel takes back when its holder dies; False on a file system without locks."""
+    """Wait for the lock, which the kernel releases when its holder dies; False on a file system without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
@@ -88,11 +88,11 @@ def _take(lock: Any, cache: Path) -> bool:
 
 
 def _put(work: Path, folder: Path) -> None:
-    """Give a finished folder its name, unless another process was faster."""
+    """Rename a finished folder to its final name, unless another process was faster."""
     try:
         work.rename(folder)
     except OSError:
-        if not _is_complete(folder):  # a damaged one is in the way
+        if not _is_complete(folder):  # a damaged folder has this name
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
 
@@ -112,7 +112,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def write_facts(work: Path, facts: dict[str, Any]) -> None:
-    """What is known about a folder; last, with the size of everything that belongs to it."""
+    """Write the facts about a folder, as its last file, with the size of every other file in it."""
     files = {str(path.relative_to(work)): path.stat().st_size for path in work.rglob("*") if path.is_file()}
     with (work / FACTS).open("w") as file:
         json.dump({**facts, "files": files}, file)
@@ -120,14 +120,14 @@ def write_facts(work: Path, facts: dict[str, Any]) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What `write_facts` was given, lists for tuples."""
+    """Facts as passed to `write_facts`, with lists in place of tuples."""
     facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
     del facts["files"]
     return facts
 
 
 def flush(file: Any) -> None:
-    """Write a file to the disk itself, wherever the file system can."""
+    """Flush a file to the disk itself, if the file system can."""
     file.flush()
     try:
         os.fsync(file.fileno())

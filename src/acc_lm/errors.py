@@ -1,4 +1,4 @@
-"""What can go wrong for a user, and the exit code each kind ends the run with."""
+"""Errors of a user's input and machine, each with the exit code that ends the run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import re
 import sys
 import time
 
+from acc_lm.launcher import is_main_process, process_index
 from acc_lm.redaction import printable, redact
+
+WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 class UserError(Exception):
-    """A problem the user can solve; shown as `error: ...` lines without a traceback."""
+    """Problem that the user can solve; printed as `error: ...` lines without a traceback."""
 
     exit_code = 1
     status = "failed"
     speaks: bool | None = None
-    """Whether this process is to say it; None: the main one is."""
+    """True: this process prints the error; False: it does not; None: the main process prints it."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -26,42 +29,42 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """The recipe, the command line, the model or the output folder cannot be used."""
+    """Recipe, command line, model or output folder that cannot be used."""
 
     exit_code = 2
     status = "config_error"
 
 
 class DataError(UserError):
-    """The text cannot be read, or there is too little of it."""
+    """Text that cannot be read, or too little text."""
 
     exit_code = 3
     status = "data_error"
 
 
 class MachineError(UserError):
-    """The launch did not give what it asked for, or this machine cannot execute it."""
+    """Launch that does not provide what was requested, or a machine that cannot run it."""
 
     exit_code = 4
     status = "environment_error"
 
 
 class CheckpointError(UserError):
-    """No valid checkpoint where one must be, or one that belongs to another recipe."""
+    """Missing or invalid checkpoint where one is needed, or one that belongs to another recipe."""
 
     exit_code = 5
     status = "checkpoint_error"
 
 
 class DivergedError(UserError):
-    """The loss or the gradient is not finite any more."""
+    """Non-finite losses or gradients, or loss spikes that the recipe does not tolerate."""
 
     exit_code = 6
     status = "diverged"
 
 
 class WorkerLostError(UserError):
-    """Another process of the run died, or does not answer."""
+    """Another process of the run that died or does not answer."""
 
     exit_code = 7
     status = "worker_lost"
@@ -72,31 +75,31 @@ class WorkerLostError(UserError):
 
 
 class StorageError(UserError):
-    """The disk is full, read-only or over quota."""
+    """Disk that is full, read-only, over quota, broken or gone."""
 
     exit_code = 8
     status = "storage_error"
 
 
 class OutOfMemoryError(UserError):
-    """A step needs more memory than there is."""
+    """Computation that needs more memory than there is."""
 
     exit_code = 9
     status = "out_of_memory"
 
 
 class CrashLoopError(UserError):
-    """The run was started again, and got no further."""
+    """Restarted run that made no progress."""
 
     exit_code = 70
     status = "crash_loop"
 
 
 class Preempted(BaseException):
-    """Asked to stop where there was nothing new to save.
+    """Request to stop at a point where there is nothing new to save.
 
-    Like KeyboardInterrupt no `Exception`: a signal comes in the middle of any code, and no `except Exception` there may
-    take it for an error of its own.
+    Like KeyboardInterrupt, it is not an `Exception`: a signal can arrive in the middle of any code, and an
+    `except Exception` there must not mistake it for an error of its own.
     """
 
     exit_code = 75
@@ -104,13 +107,14 @@ class Preempted(BaseException):
 
 
 def storage_reason(error: BaseException) -> str | None:
-    """The system's words when an error says that a disk is full, read-only, broken or gone; None for any other error.
+    """System message of an error that means a full, read-only, broken or missing disk; None for any other error.
 
-    Of writing: who reads what users give names the file instead, for the same numbers then mean something else.
+    Use it for errors of writing only: code that reads a user's files names the file instead, because the same error
+    numbers mean something else there.
     """
     in_text = re.search(
         r"os error (\d+)", str(error)
-    )  # safetensors raises a kind of its own with the number in its text
+    )  # safetensors raises its own error type, with the number in its text
     number = int(in_text[1]) if in_text else getattr(error, "errno", None)
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     closed = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -119,31 +123,17 @@ def storage_reason(error: BaseException) -> str | None:
 
 
 def unreadable_file(error: BaseException) -> str | None:
-    """The file that is there and that this user may not read, when an error is about one: no disk is to blame for it."""
+    """Existing file that this user may not read, if that caused the error, for which no disk is to blame; else None."""
     file = error.filename if isinstance(error, PermissionError) else None
     return str(file) if file is not None and os.path.isfile(file) and not os.access(file, os.R_OK) else None
 
 
-def process_index() -> int:
-    """Place of this process among all, by the launcher's word, so that it is known before anything is set up.
-
-    RANK counts only next to the WORLD_SIZE of several processes: alone it is left over from another launch.
-    """
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if os.environ.get("WORLD_SIZE", "1") != "1" and rank.isdigit() else 0
-
-
-def is_main_process() -> bool:
-    """Whether this process speaks for all."""
-    return process_index() == 0
-
-
 LAUNCHER_SECONDS = 5.0
-"""A launcher ends the other processes within this time after the main one has left with the same error."""
+"""Seconds within which a launcher ends the other processes after the main one has exited with the same error."""
 
 
 def print_problems(error: UserError) -> None:
-    """Print an error once: the main process at once, another one only if it finds itself alone with it."""
+    """Print an error once: immediately on the main process, and on another one only if that one alone has the error."""
     if error.speaks is False:
         return
     if error.speaks is None and not is_main_process():
@@ -154,12 +144,12 @@ def print_problems(error: UserError) -> None:
 
 
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
-"""Errors with which a file system says that it has no such operation."""
+"""Error numbers by which a file system reports an unsupported operation."""
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Print a line, on the main process, for something that this machine cannot do and the run does without."""
+    """Print a warning once, on the main process, about something that this machine cannot do and the run does without."""
     if not is_main_process():
         return
     print(f"warning: {printable(redact(text))}", file=sys.stderr, flush=True)
@@ -167,3 +157,17 @@ def warn_once(text: str) -> None:
 
 EXIT_PREEMPTED = Preempted.exit_code
 EXIT_INTERRUPTED = 130
+
+
+def first_line(error: BaseException) -> str:
+    """Text of another library's error on one line, cut at 200 characters."""
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text[:200]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Check whether an error means that a device or the machine has no memory left."""
+    # torch's error class is matched by its name, because this file does not import torch
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in (kind.__name__ for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in WORDS)

@@ -1,17 +1,18 @@
-"""Where a run stands."""
+"""Position of a run: steps, rows and tokens so far, and the running hash of the rows."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from acc_lm.order import EMPTY_LEDGER, extend_ledger
+EMPTY_LEDGER = ""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Everything about the position of a run that a checkpoint has to remember."""
+    """Everything about the position of a run that a checkpoint has to store."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -23,7 +24,7 @@ class Progress:
     """Running hash of all rows consumed, in order."""
 
     def lag(self, global_batch_size: int) -> int:
-        """Places by which this is behind a run that had that global batch size from the start; 0 unless it was changed."""
+        """Rows by which this run lags one with this global batch size from the start; 0 unless the size was changed."""
         return self.step * global_batch_size - self.samples_seen
 
     @property
@@ -31,7 +32,7 @@ class Progress:
         return asdict(self)
 
     def advance(self, rows: np.ndarray, num_targets: int) -> Progress:
-        """After one more step over these rows."""
+        """Position after one more step over these rows."""
         return replace(
             self,
             step=self.step + 1,
@@ -44,3 +45,8 @@ class Progress:
 def is_due(step: int, every: int | None, last_step: int) -> bool:
     """True at every `every`-th step (None: never) and at the last one."""
     return step == last_step or (every is not None and step % every == 0)
+
+
+def extend_ledger(ledger: str, rows: np.ndarray) -> str:
+    """Running hash of all rows consumed so far, in order; 32 hex digits."""
+    return hashlib.blake2b(bytes.fromhex(ledger) + rows.astype("<i8").tobytes(), digest_size=16).hexdigest()

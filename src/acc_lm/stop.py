@@ -1,15 +1,13 @@
-"""All that asks a run to stop or to save: signals, files, a time limit, and the death of its launcher."""
+"""Requests to stop or to save: signals, files, a time limit."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from acc_lm.errors import EXIT_INTERRUPTED, Preempted, is_main_process
+from acc_lm.errors import EXIT_INTERRUPTED, Preempted
+from acc_lm.launcher import is_main_process
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVE = "SAVE"
-"""The answer of `StopRequest.agreed` that asks for a checkpoint and not for an end."""
+"""Answer of `StopRequest.agreed` that asks for a checkpoint without ending the run."""
 FAILED_SAVE = "a checkpoint that could not be written"
-# What processes agree on is the highest number that one of them has: signals have those of the system, below 65.
+# Processes agree on the highest number that any of them has; signals have the system's numbers, which are below 65.
 NUMBERS = {
     SAVE: 1,
     **{number.name: int(number) for number in SIGNALS},
@@ -42,28 +41,30 @@ STUCK_SECONDS = 30.0
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Put back the handlers of signals as they were, whatever a run that ended with an error has left."""
+    """Restore the signal handlers on exit, whatever handlers a run that failed has left."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
-            # None is one that is not Python's; and only the main thread may set any, which has then changed them.
+            # None is a handler that was not set from Python. A handler that differs was changed by the main thread, the
+            # only one that may set any, so this is the main thread.
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
 
 
 class StopRequest:
-    """All that asks a run to stop or to save, as a flag that its processes agree on after a step.
+    """Requests to stop or to save, as a flag that all processes agree on after a step.
 
-    Signals, a file STOP or SAVE in the run's folder, a time limit. In the loop they wait for the end of the step; before
-    and after it there is nothing to save, and a signal ends the run where it is. A second Ctrl-C leaves at once:
-    launchers pass one on to processes that have already seen it, so two within a second are one.
+    Requests are signals, a file STOP or SAVE in the run's folder, and a time limit. In the loop they wait for the end of
+    the step; before and after the loop there is nothing to save, and a signal ends the run immediately. A second Ctrl-C
+    exits immediately, but two within a second count as one, because launchers forward a Ctrl-C to processes that have
+    already received it.
     """
 
     def __init__(self, output_dir: Path, max_minutes: float | None = None) -> None:
         self._output_dir = output_dir
-        running = time.time() - psutil.Process().create_time()  # what is imported takes seconds of the limit too
+        running = time.time() - psutil.Process().create_time()  # imports take seconds, which count towards the limit
         self._end = None if max_minutes is None else time.monotonic() - running + 60 * max_minutes
         self._reason: str | None = None
         self._wants_save = False
@@ -76,7 +77,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Receive signals for as long as the context lasts."""
+        """Handle signals while the context lasts."""
         before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -87,8 +88,8 @@ class StopRequest:
         try:
             yield self
         except BaseException:
-            # What went wrong is still to be said and written down. A launcher that has seen another process end sends a SIGTERM
-            # just then, which must not cut that off.
+            # The error has not been printed and recorded yet, and a launcher that has seen another process end sends a
+            # SIGTERM at this moment, which must not interrupt that.
             after |= dict.fromkeys(after.keys() - {signal.SIGINT}, signal.SIG_IGN)
             raise
         finally:
@@ -100,9 +101,10 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _leave_if_stuck(self, signals: socket.socket, launcher: int) -> None:
-        """A process that waits for others inside of a library sees no signal; when its launcher is gone, nobody ends it.
+        """Exit if a signal is not handled for STUCK_SECONDS and the launcher is gone.
 
-        The system writes the number of each signal into this socket before Python comes to handle it.
+        A process that waits for others inside a library handles no signal, and without its launcher nothing else would end
+        it. The system writes the number of each signal to this socket before Python handles it.
         """
         while number := signals.recv(1):
             if number[0] not in SIGNALS:
@@ -116,15 +118,15 @@ class StopRequest:
 
     @contextmanager
     def saving(self, accelerator: Accelerator, timeout_seconds: float = 1800) -> Iterator[None]:
-        """The loop: until the context ends, a request waits for `agreed`. Every process calls.
+        """Context of the training loop, in which a request waits for `agreed`. Every process must call it.
 
         Args:
-            timeout_seconds: how long `agreed` waits for another process, where it has a group of its own.
+            timeout_seconds: Seconds that `agreed` waits for another process, if it has a process group of its own.
         """
         import torch.distributed as dist
 
         if accelerator.num_processes > 1:
-            # A group on the CPU: agreeing must not wait for the device.
+            # A process group on the CPU, because agreeing must not wait for the device.
             own = dist.get_backend() != "gloo"
             limit = timedelta(seconds=timeout_seconds)
             self._group = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
@@ -161,7 +163,7 @@ class StopRequest:
             os.write(2, f"\n{name}: finishing the step, then saving{hint}\n".encode())
 
     def _mine(self) -> int:
-        """What this process knows, as a number; only the main one looks at files."""
+        """This process's request as an integer for the all-reduce; only the main process looks for the files."""
         now = time.monotonic()
         if self._reason is None and self._end is not None and now > self._end:
             self._reason = "training.max_minutes"
@@ -173,7 +175,7 @@ class StopRequest:
         return NUMBERS[self._reason] if self._reason else int(self._wants_save)
 
     def agreed(self) -> str | None:
-        """Why to stop, SAVE, or None; the same answer on every process. Called by all, after a step."""
+        """Reason to stop, SAVE, or None; the same on every process. Every process must call it after a step."""
         number = self._mine()
         if self._group is not None:
             import torch
@@ -185,45 +187,21 @@ class StopRequest:
         return NAMES.get(number)
 
     def check(self) -> None:
-        """`agreed`, as an exception where it is a stop, for what may be left in the middle. Called by all, acts in the loop."""
+        """Raise Preempted if `agreed` gives a reason to stop, in work that may be abandoned halfway.
+
+        Every process must call it; outside the loop it does nothing.
+        """
         if self._in_loop and (reason := self.agreed()) not in (None, SAVE):
             raise Preempted(f"stopped by {reason}")
 
     def ask(self, reason: str) -> None:
-        """Ask for a stop from inside this process, from any of its threads."""
+        """Request a stop from inside this process, from any of its threads."""
         self._reason = self._reason or reason
 
     def done(self) -> None:
-        """After a checkpoint was saved: a file that was seen and asked for it is answered, one that came since is not."""
+        """Remove the STOP or SAVE file that asked for the checkpoint just saved; a file that came later stays."""
         if self._reason == "the file STOP":
             (self._output_dir / "STOP").unlink(missing_ok=True)
         if self._wants_save:
             (self._output_dir / SAVE).unlink(missing_ok=True)
         self._wants_save = False
-
-
-_passed: Counter[str] = Counter()
-
-
-def crash_point(name: str) -> None:
-    """Die here, as by kill -9, where $ACC_LM_CRASH_AT says so: `NAME`, or `NAME@N` for the N-th time this process comes by.
-
-    The stages of saving have names, so that a crash at each of them can be tried by anybody, on any file system.
-    """
-    wanted, _, count = os.environ.get("ACC_LM_CRASH_AT", "").partition("@")
-    if name == wanted:
-        _passed[name] += 1
-        if _passed[name] == int(count or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_with_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher dies, however it dies, so that no process of a run is left behind."""
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if not is_launched or sys.platform != "linux":
-        return
-    launcher = os.getppid()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() != launcher:  # it died in between
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -19,27 +19,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from acc_lm.chat import (
-    DAY,
-    PLAIN_TEMPLATE,
-    ChatTemplate,
-    Conversation,
-    Item,
-    ItemCounts,
-    build_items,
-    check,
-    choose_train_on,
-    describe,
-    detect_format,
-    load_template,
-    question_ids,
-    read_conversation,
-)
+from acc_lm.chat.conversations import ChatPlan
+from acc_lm.chat.items import Item, ItemCounts, build_items, check, describe, question_ids
+from acc_lm.chat.records import Conversation, choose_train_on, detect_format, read_conversation
+from acc_lm.chat.template import DAY, PLAIN_TEMPLATE, ChatTemplate, load_template
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.conversations import ChatPlan
 from acc_lm.errors import ConfigError, DataError, UserError
-from acc_lm.sources import Document, Skipped, open_corpus
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.text.corpus import open_corpus
+from acc_lm.text.documents import Document, Skipped
+from acc_lm.text.tokenizer import make_tokenizer
 
 LONG = 100_000
 SAID = "the assistant and the user say: hello there,\n\nhello\n\n\nindeed\n the answer of the model is three\n"

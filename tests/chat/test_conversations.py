@@ -26,17 +26,17 @@ from test_resume import assert_equal_logs, different, tensors_of
 from test_stop import train_with, wrap
 from transformers import PreTrainedTokenizerBase
 
-from acc_lm import resuming
-from acc_lm.chat import DAY, PLAIN_TEMPLATE
-from acc_lm.cli.parity import largest_differences, read_metrics
+from acc_lm.chat.template import DAY, PLAIN_TEMPLATE
+from acc_lm.checkpointing import resuming
+from acc_lm.checkpointing.format import Checkpoint, Found
 from acc_lm.config import Config, TokenizerConfig
+from acc_lm.config.loading import dump_config, load_config
 from acc_lm.data import Data, build_data
 from acc_lm.errors import CheckpointError, ConfigError, DataError
-from acc_lm.history import SAMPLES, read
-from acc_lm.recipe import dump_config, load_config
-from acc_lm.retention import Checkpoint, Found
-from acc_lm.samples import prompts_of
-from acc_lm.tokenizer import load_tokenizer, make_tokenizer
+from acc_lm.evaluation.samples import prompts_of
+from acc_lm.run_files.metrics_file import SAMPLES, read
+from acc_lm.studies.parity import largest_differences, read_metrics
+from acc_lm.text.tokenizer import load_tokenizer, make_tokenizer
 
 NAMES = ["Ada", "Bo", "Cy", "Dee", "Éva", "日本", "Gus", "Hal"]
 
@@ -207,7 +207,7 @@ def test_the_date_of_a_run_is_that_of_its_first_start(files: dict[str, Path], ti
 
     west = datetime.now(ZoneInfo(WEST)).date()
     # Killed before the first checkpoint, on two machines in different zones: that of the main process counts.
-    killed = start([], lambda: (in_zone(WEST, EAST), wrap("acc_lm.step.train_step", kill, 1)), 2)
+    killed = start([], lambda: (in_zone(WEST, EAST), wrap("acc_lm.training.train_step", kill, 1)), 2)
     assert killed.codes == [-signal.SIGKILL] * 2, killed.outputs
     longer = "training.max_steps=4"
     for more in ([], [longer], [longer, "--eval-only"]):

@@ -19,14 +19,14 @@ import torch
 from processes import ROOT, launcher_environment, run_everywhere, run_training, start_training
 from test_resume import different, tensors_of, wait_for
 
-from acc_lm import resuming, retention
+from acc_lm.checkpointing import resuming, rotation
+from acc_lm.checkpointing.format import FORMAT, MANIFEST, STATE, Checkpoint, problem_with
 from acc_lm.config import TokenizerConfig
+from acc_lm.config.loading import load_config
 from acc_lm.errors import CheckpointError, ConfigError
-from acc_lm.history import read
-from acc_lm.recipe import load_config
-from acc_lm.retention import FORMAT, MANIFEST, STATE, Checkpoint, problem_with
-from acc_lm.summary import write_failure
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.run_files.metrics_file import read
+from acc_lm.run_files.summary import write_failure
+from acc_lm.text.tokenizer import make_tokenizer
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 
@@ -174,13 +174,14 @@ def test_every_engine_saves_bit_for_bit_what_it_loaded(
     """Weights and moments of one process, loaded, saved again by others before any step, and loaded by one process."""
 
     def again() -> None:
-        from acc_lm import checkpoint, runtime
-        from acc_lm.model import build_empty_model, build_model
-        from acc_lm.optimizer import build_optimizer
-        from acc_lm.recipe import load_config
-        from acc_lm.retention import open_checkpoint
-        from acc_lm.saving import save_checkpoint
-        from acc_lm.tokenizer import make_tokenizer
+        from acc_lm import runtime
+        from acc_lm.checkpointing import loading
+        from acc_lm.checkpointing.format import open_checkpoint
+        from acc_lm.checkpointing.saving import save_checkpoint
+        from acc_lm.config.loading import load_config
+        from acc_lm.modeling.build import build_empty_model, build_model
+        from acc_lm.optimization.optimizer import build_optimizer
+        from acc_lm.text.tokenizer import make_tokenizer
 
         recipe = load_config(run / "config.yaml", ["training.micro_batch_size=1"])
         found = open_checkpoint(newest(run))
@@ -192,7 +193,7 @@ def test_every_engine_saves_bit_for_bit_what_it_loaded(
             lambda facts: build_empty_model(recipe.model, tokenizer, 32, facts),
         )
         model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, recipe.optimizer))
-        progress = checkpoint.load_checkpoint(accelerator, found, model, optimizer)
+        progress = loading.load_checkpoint(accelerator, found, model, optimizer)
         saved = save_checkpoint(accelerator, tmp_path / "again", model, optimizer, progress, recipe, "")
         assert open_checkpoint(saved).state["num_updates"] == found.state["num_updates"] == 6
 
@@ -513,7 +514,7 @@ def test_a_run_that_was_copied_without_its_links_goes_on(finished_run: Path, tin
     if best.is_symlink():
         best.unlink()
     shutil.copytree(run / "checkpoints/step-00000008", best, dirs_exist_ok=True)
-    retention._link_best(run / "checkpoints", "eval/of_nothing/loss")
+    rotation._link_best(run / "checkpoints", "eval/of_nothing/loss")
     assert not best.exists(), "nothing is the best by what was never measured"
 
 
@@ -529,8 +530,8 @@ def test_a_good_evaluation_is_saved_even_when_no_save_is_due(tiny: list[str], tm
 
 
 def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> None:
+    from acc_lm.checkpointing.rotation import rotate
     from acc_lm.config import CheckpointConfig
-    from acc_lm.retention import rotate
 
     losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: math.nan, 5: 1.5, 6: None}
     for step, loss in losses.items():
@@ -594,7 +595,7 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
         from test_step import RaggedRows, make_config, make_model
 
         from acc_lm.runtime import Gradients, build_accelerator
-        from acc_lm.step import train_step
+        from acc_lm.training.step import train_step
 
         accelerator = build_accelerator(make_config(4, 4))
 
@@ -620,7 +621,7 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
 def test_a_buffer_without_dimensions_is_read_again(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from acc_lm.checkpoint import load_checkpoint, read_tensors
+    from acc_lm.checkpointing.loading import load_checkpoint, read_tensors
     from acc_lm.progress import Progress
 
     weights = {f"{kind}/weight": torch.full((2,), 2.0) for kind in ("param", "exp_avg", "exp_avg_sq")}

@@ -16,8 +16,8 @@ from processes import ROOT, Launch, launcher_environment, run_training, start_tr
 from test_resume import assert_equal_runs, different, tensors_of
 from test_stop import wrap
 
-from acc_lm.history import read
-from acc_lm.retention import problem_with
+from acc_lm.checkpointing.format import problem_with
+from acc_lm.run_files.metrics_file import read
 
 BEHIND = ["checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=null", "training.micro_batch_size=2"]  # fmt: skip
 STEPS = 6
@@ -59,9 +59,9 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp
 
     def function() -> int:
         import train
-        from acc_lm import saving
+        from acc_lm.checkpointing import writing
 
-        write = saving._write_mine
+        write = writing._write_mine
 
         def late(accelerator: Any, work: Path, snapshot: Any) -> Any:
             end = time.monotonic() + 20
@@ -70,7 +70,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp
                 time.sleep(0.01)
             return write(accelerator, work, snapshot)
 
-        saving._write_mine = late
+        writing._write_mine = late
         return train.main([*arguments, "checkpoint.asynchronous=true", f"output_dir={behind}"])
 
     finished = Launch(function).wait()
@@ -113,7 +113,7 @@ def test_a_save_that_fails_behind_the_training_ends_the_run_on_all_processes(
             raise OSError(28, "No space left on device")
 
         if os.environ["RANK"] == str(victim):
-            wrap("acc_lm.saving._write_mine", full, 2)
+            wrap("acc_lm.checkpointing.writing._write_mine", full, 2)
         return train.main([*tiny, *BEHIND, "checkpoint.every=100", "training.max_steps=4000", "training.eval_every=null",
                            "checkpoint.keep_last=2", "training.log_every=1", f"output_dir={run}"])  # fmt: skip
 
@@ -148,10 +148,10 @@ def test_slow_saves_are_told(tiny: list[str], tmp_path: Path) -> None:
     def started(environment: dict[str, str]) -> str:
         def function() -> int:
             import train
-            from acc_lm import saving
+            from acc_lm.checkpointing import saving
 
             saving.WORTH_SECONDS = 0.2
-            wrap("acc_lm.saving._write_mine", lambda: time.sleep(0.3), 1)
+            wrap("acc_lm.checkpointing.writing._write_mine", lambda: time.sleep(0.3), 1)
             return train.main([*tiny, "checkpoint.every=2", f"output_dir={tmp_path / str(len(environment))}"])
 
         finished = Launch(function, 1, environment).wait()

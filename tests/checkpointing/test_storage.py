@@ -22,7 +22,7 @@ from processes import ROOT, Finished, Launch, launcher_environment, run_training
 from test_resume import assert_equal_runs
 from test_stop import wrap
 
-from acc_lm.retention import problem_with
+from acc_lm.checkpointing.format import problem_with
 
 LEVELS = range(5, 100, 10)
 STEPS = 6
@@ -73,13 +73,13 @@ def go_on_with(
     """
 
     def run() -> int:
+        import acc_lm.cli.train
         import train
-        from acc_lm.cli import outcome
 
         if not locked:
-            outcome.open_output_dir = lambda folder, alone: contextlib.nullcontext()  # type: ignore[assignment]
+            acc_lm.cli.train.open_output_dir = lambda folder, alone: contextlib.nullcontext()  # type: ignore[assignment]
 
-        wrap("acc_lm.step.train_step", lambda: trouble(int(os.environ.get("RANK", "0"))))
+        wrap("acc_lm.training.train_step", lambda: trouble(int(os.environ.get("RANK", "0"))))
         return train.main(arguments)
 
     return Launch(run, num_processes, environment).wait(60)
@@ -279,7 +279,7 @@ def test_room_is_looked_for_on_the_disk_that_the_checkpoints_are_on(
     """`checkpoints` may be a link to a larger one, or to a smaller one."""
     import torch
 
-    from acc_lm import saving
+    from acc_lm.checkpointing import writing
     from acc_lm.config import CheckpointConfig
     from acc_lm.errors import StorageError
 
@@ -291,12 +291,12 @@ def test_room_is_looked_for_on_the_disk_that_the_checkpoints_are_on(
     def usage(path: Path) -> Any:
         return shutil._ntuple_diskusage(1 << 40, 0, free[Path(path).resolve()])  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(saving.shutil, "disk_usage", usage)
+    monkeypatch.setattr(writing.shutil, "disk_usage", usage)
     model = torch.nn.Linear(64, 64)
-    saving.check_disk_space(tmp_path / "run", model, CheckpointConfig(), 100)
+    writing.check_disk_space(tmp_path / "run", model, CheckpointConfig(), 100)
     free[tmp_path / "run"], free[tmp_path / "other"] = 1 << 30, 0
     with pytest.raises(StorageError, match=r"must have room for 3 checkpoints of .* got 0\.0 MiB free"):
-        saving.check_disk_space(tmp_path / "run", model, CheckpointConfig(), 100)
+        writing.check_disk_space(tmp_path / "run", model, CheckpointConfig(), 100)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)

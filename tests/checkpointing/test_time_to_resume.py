@@ -29,18 +29,18 @@ def until_the_first_step(arguments: list[str], whole: Path, step: int, target: P
     began = time.monotonic()
 
     def run() -> int:
-        import acc_lm.order
-        import acc_lm.rows
-        import acc_lm.step
+        import acc_lm.rows.order
+        import acc_lm.rows.text_rows
+        import acc_lm.training
         import train
 
         train_step, getitems, permutation = (
-            acc_lm.step.train_step,
-            acc_lm.rows.Rows.__getitems__,
-            acc_lm.order.permutation,
+            acc_lm.training.train_step,
+            acc_lm.rows.text_rows.Rows.__getitems__,
+            acc_lm.rows.order.permutation,
         )
 
-        def reading(self: acc_lm.rows.Rows, rows: list[int]) -> acc_lm.rows.Batch:
+        def reading(self: acc_lm.rows.text_rows.Rows, rows: list[int]) -> acc_lm.rows.batch.Batch:
             done["rows read"] += len(list(rows))
             done["calls for rows"] += 1
             return getitems(self, rows)
@@ -51,8 +51,8 @@ def until_the_first_step(arguments: list[str], whole: Path, step: int, target: P
             print(json.dumps({"step": keywords["step"], "seconds": time.monotonic() - began, **done}), flush=True)
             os._exit(0)
 
-        acc_lm.rows.Rows.__getitems__ = reading  # type: ignore[method-assign]
-        acc_lm.step.train_step = stepping  # type: ignore[assignment]
+        acc_lm.rows.text_rows.Rows.__getitems__ = reading  # type: ignore[method-assign]
+        acc_lm.training.train_step = stepping  # type: ignore[assignment]
         permutation.cache_clear()
         return train.main([*arguments, f"output_dir={target}"])
 

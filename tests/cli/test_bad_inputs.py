@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from processes import Launch, run_training
 
-from acc_lm import history, resuming, summary
+from acc_lm.checkpointing import resuming
+from acc_lm.checkpointing.format import Found
 from acc_lm.errors import ConfigError
-from acc_lm.retention import Found
-from acc_lm.summary import open_output_dir
+from acc_lm.run_files import metrics_file, output_dir, summary
+from acc_lm.run_files.output_dir import open_output_dir
 
 GOOD = json.dumps({"text": "good words " * 40})
 
@@ -306,7 +307,7 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
 
     def killed() -> int:
         import train
-        from acc_lm import resuming
+        from acc_lm.checkpointing import resuming
 
         resuming.dump_config = lambda config: os._exit(9)
         return train.main(tiny)
@@ -314,13 +315,13 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
     assert Launch(killed).wait().code == 9
     (tmp_path / "run/summary.json").unlink()
     assert not (tmp_path / "run/config.yaml").exists()
-    summary.check_output_dir(tmp_path / "run")
+    output_dir.check_output_dir(tmp_path / "run")
     (tmp_path / "evaluated").mkdir()
     nothing: Any = SimpleNamespace(text_key="")
     monkeypatch.setattr(resuming, "environment", lambda identity: {"strategy": "single"})
     resuming.begin(tmp_path / "evaluated", Found(None), nothing, nothing, nothing, trains=False)
-    history.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
-    summary.check_output_dir(tmp_path / "evaluated")
+    metrics_file.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})
+    output_dir.check_output_dir(tmp_path / "evaluated")
 
 
 def test_a_number_that_is_not_finite_is_null_in_every_record(tmp_path: Path) -> None:
@@ -329,13 +330,17 @@ def test_a_number_that_is_not_finite_is_null_in_every_record(tmp_path: Path) -> 
     def never(name: str) -> None:
         raise AssertionError(f"{name} in a record")
 
-    history.append(tmp_path, 1, {"eval/loss": 2.0})
-    history.append(tmp_path, 2, {"eval/loss": math.nan, "eval/perplexity": math.inf})
-    history.keep_until(tmp_path, 2)
+    metrics_file.append(tmp_path, 1, {"eval/loss": 2.0})
+    metrics_file.append(tmp_path, 2, {"eval/loss": math.nan, "eval/perplexity": math.inf})
+    metrics_file.keep_until(tmp_path, 2)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert [json.loads(line, parse_constant=never)["eval/loss"] for line in text.splitlines()] == [2.0, None]
-    assert history.best(history.read(tmp_path), "eval/loss") == {"metric": "eval/loss", "value": 2.0, "step": 1}
-    known = history.evaluation_at(tmp_path, 2, "eval/loss")
+    assert metrics_file.best(metrics_file.read(tmp_path), "eval/loss") == {
+        "metric": "eval/loss",
+        "value": 2.0,
+        "step": 1,
+    }
+    known = metrics_file.evaluation_at(tmp_path, 2, "eval/loss")
     assert known is not None
     assert math.isnan(known["eval/loss"]), "it was evaluated, and is not to be again"
     summary.write_summary(tmp_path, status="completed", exit_code=0, bits_per_byte={"model": math.nan})
@@ -369,12 +374,12 @@ def test_an_unexpected_error_keeps_its_traceback_and_is_noted(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for a secret in it."""
-    import acc_lm.step
+    import acc_lm.training
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("with the token hf_canary_canary")
 
-    monkeypatch.setattr(acc_lm.step, "to_device", fail)
+    monkeypatch.setattr(acc_lm.training.step, "to_device", fail)
     monkeypatch.setenv("HF_TOKEN", "hf_canary_canary")
     finished = run_training(tiny, expect=1)
     assert "Traceback (most recent call last)" in finished.output

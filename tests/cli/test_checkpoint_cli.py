@@ -11,8 +11,8 @@ import pytest
 import torch
 from processes import ROOT, launcher_environment, run_training
 
+from acc_lm.checkpointing.format import MANIFEST, checksum
 from acc_lm.cli import main
-from acc_lm.retention import MANIFEST, checksum
 
 KINDS = {"single": 1, "fsdp2": 2, "deepspeed_zero1": 2, "deepspeed_zero3": 2}
 DAMAGES = ("missing", "empty", "truncated", "flipped", "of another step")
@@ -183,7 +183,7 @@ def damage_everything(whole: Path, folder: Path) -> int:
 
     Asked of the finder itself; that a run starts from what it finds is shown in test_checkpoint.py.
     """
-    from acc_lm.retention import _find
+    from acc_lm.checkpointing.format import _find
 
     files = sorted(path.name for path in (whole / "checkpoints/step-00000006").iterdir())
     for how in DAMAGES:

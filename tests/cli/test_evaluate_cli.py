@@ -33,7 +33,7 @@ from test_conversations import exchanges, record_of
 from test_conversations import write as write_exchanges
 from test_readme import commands
 
-from acc_lm.history import read
+from acc_lm.run_files.metrics_file import read
 
 FIGURES = ("loss", "perplexity", "bits_per_byte", "token_accuracy")
 ANSWER = "Ada."
@@ -352,7 +352,7 @@ def answers_in_batches(name: str, sizes: tuple[int, ...], change: Callable[[Any]
     def run() -> Any:
         from accelerate import Accelerator
 
-        from acc_lm import completions
+        from acc_lm.evaluation import completions
 
         accelerator, model = Accelerator(cpu=True), untrained(name)
         change(model)
@@ -416,7 +416,7 @@ def answer(
     def run() -> Any:
         from accelerate import Accelerator
 
-        from acc_lm import completions
+        from acc_lm.evaluation import completions
 
         asked: list[int] = []
         generate = completions._generate
@@ -481,7 +481,7 @@ def test_the_modules_are_ones_of_the_evaluate_library(name: str, tmp_path: Path)
         pytest.importorskip({"bleu": "sacrebleu", "rouge": "rouge_score"}[name])
     import evaluate as library
 
-    path = ROOT / f"src/acc_lm/evaluate_modules/{name}.py"
+    path = ROOT / f"src/acc_lm/evaluation/metrics/{name}.py"
     metric = library.load(str(path), cache_dir=str(tmp_path), keep_in_memory=True)
     references = [["the cat sat on the mat", "a cat"], ["it rains today and tomorrow"]]
     best = metric.compute(predictions=[texts[0] for texts in references], references=references)
@@ -618,6 +618,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "an adapter without its base": (["HERE/no-base", "--data", "CHATS"], 2, "must be at /nowhere/of/final, got nothing there; put it back"),
     "nothing to evaluate on": (["HERE/copy"], 2, "--data must name files to evaluate on, got none"),
     "a misspelt run": (["runs/nowhere"], 2, "got none, and runs/nowhere is no folder here and so in no run"),
+    "a run without its tokenizer": (["HERE/no-run-tokenizer"], 5, "no-run-tokenizer/tokenizer must hold the tokenizer of the run, got: Couldn't"),
     "a mixture": (["HERE/mixture"], 2, "got none for the run of a mixture"),
     "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
     "other columns": (["CHAT", "--data", "HERE/columns.jsonl"], 3, "must have a column 'text', got 'question', 'answer'"),
@@ -646,6 +647,8 @@ def odd(chat_run: Path, adapter_run: Path, folder: Path) -> Path:
     for name, files in (("no-weights", "*.safetensors"), ("no-tokenizer", "tokenizer*")):
         shutil.copytree(chat_run / "final", here / name, ignore=shutil.ignore_patterns(files))
     shutil.copytree(chat_run, here / "no-final", ignore=shutil.ignore_patterns("final", "checkpoints"))
+    shutil.copytree(chat_run, here / "no-run-tokenizer", ignore=shutil.ignore_patterns("checkpoints"))
+    (here / "no-run-tokenizer/tokenizer/tokenizer.json").unlink()
     shutil.copytree(adapter_run / "final", here / "no-base")
     shutil.copytree(chat_run, here / "mixture", ignore=shutil.ignore_patterns("checkpoints"))
     recipe = here / "mixture/config.yaml"
@@ -677,7 +680,7 @@ def test_overrides_stand_anywhere_among_the_options(verb: str, monkeypatch: pyte
 
     name, *model = verb.split()
     seen = []
-    monkeypatch.setattr(cli, f"_{name.replace('-', '_')}", lambda known: seen.append(known.overrides) or 0)
+    monkeypatch.setattr(f"acc_lm.cli.{name.replace('-', '_')}.run", lambda known: seen.append(known.overrides) or 0)
     option = ["--data", "R"] if model else ["--config", "R"]
     assert cli.main([name, *model, "a=1", *option, "b=2", *option, "c=3"]) == 0
     assert seen == [["a=1", "b=2", "c=3"]]

@@ -405,7 +405,7 @@ def test_the_launchers_own_restarts_do_too(tiny_recipe: Path, tmp_path: Path) ->
 
 def test_the_launchers_own_restarts_on_several_machines_need_a_setting_of_it(tiny: list[str]) -> None:
     environment = {
-        "ACC_LM_CONFIG_FILE": str(ROOT / "tests/accelerate_config_answers/multi_node_ddp_c10d.yaml"),
+        "ACC_LM_CONFIG_FILE": str(ROOT / "tests/support/accelerate_config_answers/multi_node_ddp_c10d.yaml"),
         "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     finished = start_training(tiny, 2, environment).wait(30)

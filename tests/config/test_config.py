@@ -11,18 +11,12 @@ import pytest
 from processes import ROOT
 from pydantic import ValidationError
 
-from acc_lm.cli.arguments import Mode, parse_train_arguments
-from acc_lm.config import Config, learned_changes
+from acc_lm.cli.train import parse_train_arguments
+from acc_lm.config import Config, Mode, learned_changes
+from acc_lm.config.loading import dump_config, load_config, model_config_problems
+from acc_lm.config.messages import FOREIGN_NAMES
+from acc_lm.config.reference import describe_keys, json_schema, markdown
 from acc_lm.errors import ConfigError
-from acc_lm.recipe import (
-    FOREIGN_NAMES,
-    describe_keys,
-    dump_config,
-    json_schema,
-    load_config,
-    markdown,
-    model_config_problems,
-)
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
@@ -97,6 +91,8 @@ LINES = [
     ("optimizer.learning_rate=fast", "optimizer.learning_rate", "must be a number, got 'fast'"),
     ("optimizer.learning_rate=0", "optimizer.learning_rate", "must be a number > 0, got 0"),
     ("optimizer.learning_rate=.nan", "optimizer.learning_rate", "must be"),
+    ("distributed.comm_hook_arguments={x: .inf}", "distributed.comm_hook_arguments", "must hold finite numbers"),
+    ("model.config={rope_theta: .nan}", "model.config", "must hold finite numbers"),
     ("training.log_every='8'", "training.log_every", "must be a whole number, got '8' (a string)"),
     ("training.log_every=true", "training.log_every", "must be a whole number, got True"),
     ("training.log_every=2.5", "training.log_every", "must be a whole number, got 2.5"),
@@ -197,6 +193,11 @@ def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path) -> None:
         ("- 1\n", "must be a mapping of keys, got list"),
         ("a: !!python/object/apply:os.system [echo]\n", ":1: must be YAML"),
         ("\tb: 1", "must be YAML"),
+        ("model: &m {config: *m}\n", "must be a tree of keys, got a value that contains itself"),
+        ("data: " + "[" * 5000 + "]" * 5000, "must be a tree of keys"),
+        (": nothing\n", ": keys must be words, got None in the recipe"),
+        ("data: {source: files, files: a, 3: x}\n", ": keys must be words, got 3 in data"),
+        ("model: {config: {id2label: {0: a}}}\n", ": keys must be words, got 0 in model.config.id2label"),
         (
             "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n",
             "must be a recipe, got a config file of Accelerate; that one is given",

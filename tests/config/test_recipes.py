@@ -13,7 +13,7 @@ import pytest
 from hub import PUBLISHED, VOCABULARY
 from processes import ROOT, Finished, run_training
 
-from acc_lm.recipe import load_config
+from acc_lm.config.loading import load_config
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FEW_STEPS = [
@@ -203,7 +203,9 @@ def test_pretrain_synthetic_reaches_the_entropy_rate_and_never_goes_below(
     shorter: tuple[str, ...], within: float, tmp_path: Path
 ) -> None:
     """Its loss comes close to what no model can beat, and is not below what chance allows."""
-    from acc_lm.sources import SYMBOLS, Skipped, entropy_rate, open_corpus, transition_matrix
+    from acc_lm.text.corpus import open_corpus
+    from acc_lm.text.documents import Skipped
+    from acc_lm.text.synthetic import SYMBOLS, entropy_rate, transition_matrix
 
     recipe = ROOT / "recipes/pretrain_synthetic.yaml"
     whole = load_config(recipe)

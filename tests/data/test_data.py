@@ -27,23 +27,17 @@ from transformers import PreTrainedTokenizerFast
 
 from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data import Data, build_data
-from acc_lm.documents import split_documents
 from acc_lm.errors import DataError
-from acc_lm.mixture import MixedRows
-from acc_lm.order import MicroBatches, RowOrder
-from acc_lm.rows import Rows, build_loader
-from acc_lm.sources import (
-    Corpus,
-    Document,
-    Skipped,
-    entropy_rate,
-    open_corpus,
-    python_stdlib_files,
-    read_files,
-    text_in,
-    transition_matrix,
-)
-from acc_lm.tokenizer import PIECE, id_dtype, make_tokenizer, pieces_of, text_encoder, token_bytes
+from acc_lm.rows.loader import MicroBatches, build_loader
+from acc_lm.rows.mixture import MixedRows
+from acc_lm.rows.order import RowOrder
+from acc_lm.rows.text_rows import Rows
+from acc_lm.text.corpus import open_corpus, python_stdlib_files
+from acc_lm.text.documents import Corpus, Document, Skipped, text_in
+from acc_lm.text.files import read_files
+from acc_lm.text.splitting import split_documents
+from acc_lm.text.synthetic import entropy_rate, transition_matrix
+from acc_lm.text.tokenizer import PIECE, id_dtype, make_tokenizer, pieces_of, text_encoder, token_bytes
 
 BYTE = TokenizerConfig(kind="byte")
 
@@ -410,7 +404,7 @@ def test_a_local_data_set_is_known_by_its_records_wherever_and_whenever_it_was_w
 
     times = iter(range(1000, 2000, 100))
     first = data_in("here", words)
-    monkeypatch.setattr("acc_lm.data._build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr("acc_lm.data.one_source._build", lambda *_: pytest.fail("built again"))
     assert data_in("here", words).key == data_in("there", words).key == first.key
     monkeypatch.undo()
     assert data_in("here", words[::-1]).key != first.key
@@ -520,7 +514,7 @@ def test_the_cache_is_found_again_wherever_the_files_lie(
     monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
     first = data_of(text_file)
     (tmp_path / text_file.name).write_bytes(text_file.read_bytes())
-    monkeypatch.setattr("acc_lm.data._build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr("acc_lm.data.one_source._build", lambda *_: pytest.fail("built again"))
     second = data_of(tmp_path / text_file.name)
     assert first.key == second.key
     assert np.array_equal(first.train.tokens, second.train.tokens)
@@ -698,7 +692,7 @@ def test_the_loader_reads_exactly_the_asked_rows_with_and_without_workers(text_f
 def test_too_little_text_is_refused_before_a_tokenizer_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("acc_lm.data.make_tokenizer", lambda *_: pytest.fail("trained a tokenizer"))
+    monkeypatch.setattr("acc_lm.data.one_source.make_tokenizer", lambda *_: pytest.fail("trained a tokenizer"))
     (tmp_path / "x.txt").write_text("tiny text, really")
     with pytest.raises(
         DataError,
@@ -729,7 +723,8 @@ def test_the_synthetic_source_has_the_entropy_it_claims() -> None:
     corpus = open_corpus(config, 3)
     transitions = transition_matrix(3)
     assert np.allclose(transitions.sum(axis=1), 1)
-    from acc_lm.sources import SYMBOLS, Skipped
+    from acc_lm.text.documents import Skipped
+    from acc_lm.text.synthetic import SYMBOLS
 
     (train,) = corpus.train(Skipped(0))
     (held_out,) = corpus.evaluation(Skipped(0))  # type: ignore[misc]
@@ -756,7 +751,7 @@ def test_both_splits_keep_documents_apart_when_asked(tmp_path: Path) -> None:
 
 def test_behind_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not whatever the memory held: it may be no id at all."""
-    monkeypatch.setattr("acc_lm.rows.np.empty", lambda shape, dtype: np.full(shape, 10**9, dtype))
+    monkeypatch.setattr("acc_lm.rows.text_rows.np.empty", lambda shape, dtype: np.full(shape, 10**9, dtype))
     rows = Rows(np.arange(1, 11, dtype=np.uint16), 4)
     batch = rows.__getitems__([1, 2, -1])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [0, 0, 0, 0]]

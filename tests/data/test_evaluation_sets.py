@@ -11,9 +11,9 @@ from processes import ROOT, launcher_environment, run_training
 from test_conversations import write as write_conversations
 
 from acc_lm.config import EVALUATION_METRICS, DataConfig
+from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError, DataError
-from acc_lm.history import read
-from acc_lm.recipe import load_config
+from acc_lm.run_files.metrics_file import read
 
 
 @pytest.fixture(scope="module")

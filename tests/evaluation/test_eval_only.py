@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, launcher_environment, run_training
 
-from acc_lm.history import read
+from acc_lm.run_files.metrics_file import read
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -12,8 +12,8 @@ from backends import STRATEGY
 from processes import ROOT, launcher_environment, run_everywhere
 from test_step import make_config, make_model
 
-from acc_lm.evaluation import EvaluationResult
-from acc_lm.rows import Rows
+from acc_lm.evaluation.held_out import EvaluationResult
+from acc_lm.rows.text_rows import Rows
 
 
 def held_out_rows() -> Rows:
@@ -25,8 +25,8 @@ def held_out_rows() -> Rows:
 
 def evaluate_all(name: str, dtype: str, num_processes: int, engine: str | None = None) -> list[EvaluationResult]:
     def run() -> list[EvaluationResult]:
-        from acc_lm.evaluation import evaluate_rows
-        from acc_lm.optimizer import build_optimizer
+        from acc_lm.evaluation.held_out import evaluate_rows
+        from acc_lm.optimization.optimizer import build_optimizer
         from acc_lm.runtime import build_accelerator, identify, prepare
 
         config = make_config(12, 1)
@@ -106,10 +106,10 @@ def test_the_evaluate_library_gives_the_same_values(tmp_path: Path) -> None:
         os.environ["HF_HOME"] = str(tmp_path)
         import evaluate
 
-        from acc_lm.evaluation import evaluate_rows
+        from acc_lm.evaluation.held_out import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
-        path = ROOT / "src/acc_lm/evaluate_modules/language_modeling.py"
+        path = ROOT / "src/acc_lm/evaluation/metrics/language_modeling.py"
         metric = evaluate.load(str(path), cache_dir=str(tmp_path / "metrics"))
         accelerator = build_accelerator(make_config(6, 1))
         model, rows = accelerator.prepare(make_model("gpt2", "float64")), held_out_rows()
@@ -128,7 +128,7 @@ def test_the_evaluate_library_gives_the_same_values(tmp_path: Path) -> None:
 
 def test_only_the_first_rows_count_when_evaluation_is_limited() -> None:
     def run() -> tuple[int, int]:
-        from acc_lm.evaluation import evaluate_rows
+        from acc_lm.evaluation.held_out import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
         accelerator = build_accelerator(make_config(6, 1))

@@ -15,9 +15,9 @@ from test_epochs import kill
 from test_resume import assert_equal_runs
 from test_stop import tell, train_with, wrap
 
+from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
-from acc_lm.history import SAMPLES, read
-from acc_lm.recipe import load_config
+from acc_lm.run_files.metrics_file import SAMPLES, read
 
 DROPOUT = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128, resid_pdrop: 0.7, embd_pdrop: 0.7}"
 PROMPTS = ["red green", "the river\nsings", "日本"]
@@ -122,9 +122,9 @@ def test_each_stands_there_once_whatever_interrupts(tiny: list[str], tmp_path: P
     arguments = [*tiny, *ASKED, "training.eval_every=1", "checkpoint.every=3", "checkpoint.keep_best=0"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])
     for action, place, call in (
-        (tell, "acc_lm.step.train_step", 3),
-        (kill, "acc_lm.history.append", 1),
-        (kill, "acc_lm.step.train_step", 3),
+        (tell, "acc_lm.training.train_step", 3),
+        (kill, "acc_lm.run_files.metrics_file.append", 1),
+        (kill, "acc_lm.training.train_step", 3),
     ):
         finished = train_with(arguments, lambda: wrap(place, action, call))  # noqa: B023
         assert finished.codes == [75 if action is tell else -signal.SIGKILL]
@@ -134,7 +134,7 @@ def test_each_stands_there_once_whatever_interrupts(tiny: list[str], tmp_path: P
 
 
 def test_weights_and_biases_gets_a_table() -> None:
-    from acc_lm.tracking import _shown
+    from acc_lm.reporting.tracking import _shown
 
     table = _shown({"samples": [{"step": 3, "prompt": "a", "text": "b"}]}, "wandb")["samples"]
     assert (table.columns, table.data) == (["step", "prompt", "text"], [[3, "a", "b"]])

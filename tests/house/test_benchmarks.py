@@ -125,13 +125,15 @@ def test_every_technique_that_a_rung_adds_can_be_taken_away(monkeypatch: pytest.
     """`without` and the ladder know the same ones, and what is taken away is really gone."""
     import gc
 
-    from acc_lm import losses, rows, step
+    from acc_lm.modeling import losses
+    from acc_lm.training import run as ours_run
+    from acc_lm.training import step
 
-    kept = gc.freeze, losses.padded_vocabulary, rows.build_loader, step.to_device
+    kept = gc.freeze, losses.padded_vocabulary, ours_run.build_loader, step.to_device
 
     def run() -> list[bool]:
         contenders.without("vocabulary", "transfer")
-        now = gc.freeze, losses.padded_vocabulary, rows.build_loader, step.to_device
+        now = gc.freeze, losses.padded_vocabulary, ours_run.build_loader, step.to_device
         return [mine is not its for mine, its in zip(kept, now, strict=True)]
 
     assert run_everywhere(run)[0] == [True] * 4

@@ -24,11 +24,15 @@ from packaging.version import Version
 from processes import ROOT, Launch, run_everywhere, run_training
 from test_resume import metrics_of
 
-from acc_lm import cli, retention, sources
-from acc_lm.cli.arguments import parse_train_arguments
+from acc_lm import cli
+from acc_lm.checkpointing import format
+from acc_lm.cli.train import parse_train_arguments
 from acc_lm.errors import ConfigError, DataError, UserError, print_problems
 from acc_lm.redaction import redact, redact_words
 from acc_lm.runtime.config_file import read_config
+from acc_lm.text import files
+from acc_lm.text.documents import Skipped, text_in
+from acc_lm.text.files import read_files
 
 CANARY = "canary-4f1d9c27"
 PICKLED = (
@@ -103,7 +107,7 @@ def test_a_checkpoint_whose_tensors_are_pickled_is_passed_over_by_name(
     (file,) = folder.glob("tensors-*")
     torch.save(payload, file)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][file.name] = {"size": file.stat().st_size, "xxh3_128": retention.checksum(file)}
+    manifest["files"][file.name] = {"size": file.stat().st_size, "xxh3_128": format.checksum(file)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     finished = run_training([*tiny, "training.max_steps=4"])
     assert f"{folder} was passed over: {file.name} is no safetensors file" in finished.output
@@ -360,10 +364,10 @@ def test_a_manifest_that_points_outside_is_no_checkpoint(name: str, run: Path, t
     damage, reason = DAMAGES[name]
     folder, outside = run / "checkpoints/step-00000004", tmp_path / "outside"
     outside.mkdir()
-    assert retention.problem_with(folder) is None
+    assert format.problem_with(folder) is None
     damage(folder, outside)
-    assert re.match(reason, retention.problem_with(folder) or "")
-    found = retention._find(run, "auto")
+    assert re.match(reason, format.problem_with(folder) or "")
+    found = format._find(run, "auto")
     assert found.checkpoint is not None
     assert found.checkpoint.progress.step == 2
     assert [path.name for path, _ in found.damaged] == ["step-00000004"]
@@ -450,7 +454,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path
     def read() -> tuple[str, int]:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(DataError) as caught:
-            list(sources.read_files([file], sources.text_in("text"), sources.Skipped(0)))
+            list(read_files([file], text_in("text"), Skipped(0)))
         return str(caught.value), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
     ((message, kilobytes),) = run_everywhere(read)
@@ -459,11 +463,11 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path
 
 
 def test_a_csv_field_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     file = tmp_path / "x.csv"
     file.write_text(f"text\nfine\n{'x' * 1001}\n")
     with pytest.raises(DataError, match=re.escape(f"{file}:3: must be CSV, got: field larger than")):
-        list(sources.read_files([file], sources.text_in("text"), sources.Skipped(0)))
+        list(read_files([file], text_in("text"), Skipped(0)))
 
 
 # --- secrets stay unseen, and nothing acts on a reader -------------------------------------------------------------
@@ -517,10 +521,10 @@ SECRETS = {
 def test_secrets_of_the_environment_reach_no_file_and_no_line(
     crash: bool, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import acc_lm.step
+    import acc_lm.training
 
     if crash:
-        monkeypatch.setattr(acc_lm.step, "to_device", lambda *_: 1 / 0)
+        monkeypatch.setattr(acc_lm.training.step, "to_device", lambda *_: 1 / 0)
     words = ["--api-key", CANARY, f"export WANDB_API_KEY={CANARY}; accelerate launch", f"http://u:{CANARY}@host/"]
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", *words])
     monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
@@ -544,7 +548,7 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
 def test_an_error_that_holds_a_secret_is_told_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from acc_lm.summary import write_failure
+    from acc_lm.run_files.summary import write_failure
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -576,14 +580,14 @@ def test_what_looks_like_a_secret_is_hidden_and_nothing_else(text: str, shown: s
 
 
 def test_terminal_escapes_are_spelt_out(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import acc_lm.console
+    import acc_lm.reporting.console
 
     escape = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
     (tmp_path / f"{escape}\nerror: fake.jsonl").write_bytes(b"")
     finished = run_training([*tiny, f"data.files={tmp_path}/*.jsonl"], expect=3)
     (line,) = finished.errors
     assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\nerror: fake.jsonl must hold text" in line
-    monkeypatch.setattr(acc_lm.console, "sample_text", lambda *_, **__: f"{escape}one\n\ttwo ü日🙂")
+    monkeypatch.setattr(acc_lm.reporting.console, "sample_text", lambda *_, **__: f"{escape}one\n\ttwo ü日🙂")
     finished = run_training([*tiny, "export.sample_tokens=2", "training.max_steps=2"])
     assert "one\n\ttwo ü日🙂" in finished.output
     assert not set(finished.output) & set("\x1b\x07\x9b\u202e")

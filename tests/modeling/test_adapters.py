@@ -21,14 +21,15 @@ from processes import ROOT, launcher_environment, run_training, start_training
 from test_resume import assert_equal_logs, different, tensors_of, wait_for
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from acc_lm.adapter import add_adapter, open_adapter, put_beside, save_adapter, weights_checksum
 from acc_lm.cli import main
-from acc_lm.cli.parity import largest_differences
 from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
-from acc_lm.model import build_empty_model, build_model, check_model
-from acc_lm.optimizer import decayed_names
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.modeling.adapter import add_adapter, open_adapter, put_beside, save_adapter, weights_checksum
+from acc_lm.modeling.build import build_empty_model, build_model
+from acc_lm.modeling.checks import check_model
+from acc_lm.optimization.optimizer import decayed_names
+from acc_lm.studies.parity import largest_differences
+from acc_lm.text.tokenizer import make_tokenizer
 
 ENGINES = {
     "single": ("single", 1), "ddp x2": ("ddp", 2), "fsdp2 x2": ("fsdp2", 2),
@@ -238,7 +239,7 @@ def test_killed_and_started_again_is_the_run_that_was_not(engine: str, recipe: l
     final = "final/adapter_model.safetensors"
     assert (whole / final).read_bytes() == (killed / final).read_bytes()
     # What was gathered is what the engine holds: peft's own way of saving leaves empty tensors on some.
-    from acc_lm.checkpoint import read_tensors
+    from acc_lm.checkpointing.loading import read_tensors
 
     held = {key: tensor for key, tensor in read_tensors(whole / "checkpoints/latest") if key.startswith("param/")}
     exported = adapter_in(whole)
@@ -444,7 +445,7 @@ def test_a_base_in_16_bits_has_an_adapter_in_32(bases: Bases, tmp_path: Path) ->
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     section = ModelConfig(name_or_path=str(bases["llama"]), dtype="bfloat16")
     save_adapter(tmp_path, weights, model.peft_config["default"], section, facts.base)
-    from acc_lm.export import load_exported
+    from acc_lm.export.exported import load_exported
 
     loaded = load_exported(tmp_path)  # of the type that it was trained beside, or its checksum would be another
     assert loaded.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
@@ -452,7 +453,7 @@ def test_a_base_in_16_bits_has_an_adapter_in_32(bases: Bases, tmp_path: Path) ->
 
 def test_an_adapter_is_added_to_a_base_in_16_bits_without_rounding(bases: Bases, tmp_path: Path) -> None:
     """An update too small for 16 bits is in the merged weights, which are in 32."""
-    from acc_lm.export import merge
+    from acc_lm.export.exported import merge
 
     model, facts = build(bases, AdapterConfig(kind="lora"), dtype="bfloat16")
     weights = {name: torch.full_like(p, 1e-3) for name, p in model.named_parameters() if p.requires_grad}

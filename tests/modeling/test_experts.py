@@ -11,8 +11,8 @@ from backends import MODELS
 from torch.nn import functional
 
 from acc_lm.config import ModelConfig, TokenizerConfig
-from acc_lm.model import build_model
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.modeling.build import build_model
+from acc_lm.text.tokenizer import make_tokenizer
 
 QWEN = {"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}  # fmt: skip

@@ -30,7 +30,7 @@ LENGTH, VOCABULARY, READS = 160, 3000, ("item", "tolist", "__bool__", "__float__
 
 def small(file: Path, global_batch_size: int, micro_batch_size: int) -> Any:
     """The recipe with a small model of its architecture and few rows, and without its adapter."""
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
 
     whole = load_config(file)
     fields = dict(whole.model.config or {})
@@ -60,8 +60,8 @@ def batch_of(rows: int, packs: bool) -> dict[str, torch.Tensor]:
 
 def make(config: Any, file: Path) -> tuple[Any, bool]:
     """The model that the recipe builds, and whether its rows hold documents that must not see each other."""
-    from acc_lm.model import build_model
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.modeling.build import build_model
+    from acc_lm.text.tokenizer import make_tokenizer
 
     packs = (
         config.data.format not in (None, "text")
@@ -140,9 +140,9 @@ def test_a_recipes_step_reads_no_tensor_and_reduces_its_gradient_once(file: Path
     def run() -> tuple[list[str], list[int], int]:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        from acc_lm.optimizer import build_optimizer
+        from acc_lm.optimization.optimizer import build_optimizer
         from acc_lm.runtime import Gradients, build_accelerator, prepare
-        from acc_lm.step import train_step
+        from acc_lm.training.step import train_step
 
         config = small(file, 6, 1)
         accelerator = build_accelerator(config)

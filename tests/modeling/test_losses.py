@@ -8,15 +8,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import acc_lm.losses
-from acc_lm.losses import (
+import acc_lm.modeling.losses
+from acc_lm.modeling.losses import (
     CHUNK_POSITIONS,
     GPU_CHUNK_LOGITS,
     chunk_positions,
     loss_sums,
+    losses_of_logits,
     padded_vocabulary,
     position_losses,
     summed_loss,
+    sums_of_logits,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -41,9 +43,9 @@ def plain(hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor) -> torch
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and vocabulary as a GPU gets them, of a size that makes several chunks here."""
-    monkeypatch.setattr(acc_lm.losses, "GPU_CHUNK_LOGITS", 512 * 160)
-    monkeypatch.setattr(acc_lm.losses, "chunk_positions", lambda n, size, _: chunk_positions(n, size, GPU))
-    monkeypatch.setattr(acc_lm.losses, "padded_vocabulary", lambda size, _: padded_vocabulary(size, GPU))
+    monkeypatch.setattr(acc_lm.modeling.losses, "GPU_CHUNK_LOGITS", 512 * 160)
+    monkeypatch.setattr(acc_lm.modeling.losses, "chunk_positions", lambda n, size, _: chunk_positions(n, size, GPU))
+    monkeypatch.setattr(acc_lm.modeling.losses, "padded_vocabulary", lambda size, _: padded_vocabulary(size, GPU))
 
 
 def test_a_gpu_gets_few_large_chunks_and_an_even_vocabulary() -> None:
@@ -197,3 +199,17 @@ def test_logits_of_full_size_never_exist() -> None:
     with LargestTensor() as evaluation, torch.no_grad():
         loss_sums(hidden, head.weight, head.bias, targets)
     assert max(fused.numel, evaluation.numel) <= CHUNK_POSITIONS * 500
+
+
+def test_logits_that_exist_may_have_any_shape() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 3, 5, 11), torch.randint(0, 11, (2, 3, 5))
+    targets[0, 1] = -100
+    nll = nn.functional.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none", ignore_index=-100)
+    correct = (logits.argmax(-1) == targets).sum()
+    sums, each = sums_of_logits(logits, targets), losses_of_logits(logits, targets)
+    assert (sums.num_targets, sums.num_correct) == (25, correct)
+    assert torch.allclose(sums.nll, nll.sum())
+    assert torch.equal(each.nll, nll.view(2, 3, 5))
+    assert each.is_correct.shape == (2, 3, 5)
+    assert each.is_correct.sum() == correct

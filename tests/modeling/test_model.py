@@ -12,12 +12,14 @@ from test_step import MODELS, make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from acc_lm.attention import CAUSAL, choose_attention
 from acc_lm.config import ModelConfig, OptimizerConfig, TokenizerConfig
 from acc_lm.errors import ConfigError, MachineError, Preempted
-from acc_lm.model import LossHead, build_empty_model, build_model, check_model, install_loss
-from acc_lm.optimizer import build_optimizer, decayed_names
-from acc_lm.tokenizer import count_ids, make_tokenizer
+from acc_lm.modeling.attention import CAUSAL, choose_attention
+from acc_lm.modeling.build import build_empty_model, build_model
+from acc_lm.modeling.checks import check_model
+from acc_lm.modeling.loss_head import LossHead, install_loss
+from acc_lm.optimization.optimizer import build_optimizer, decayed_names
+from acc_lm.text.tokenizer import count_ids, make_tokenizer
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -167,7 +169,7 @@ def test_attention_stays_causal_without_a_mask_when_compiled(name: str) -> None:
 def test_logits_of_a_whole_batch_never_exist_in_training() -> None:
     from test_losses import LargestTensor
 
-    from acc_lm.losses import CHUNK_POSITIONS
+    from acc_lm.modeling.losses import CHUNK_POSITIONS
 
     fields = {"vocab_size": 3000, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     model = build("llama", **fields)

@@ -14,9 +14,9 @@ from transformers.models.mixtral import modeling_mixtral
 
 from acc_lm.config import ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
-from acc_lm.model import build_model
-from acc_lm.router import Router, RouterLoss, balance, routing_sums
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.modeling.build import build_model
+from acc_lm.modeling.router import Router, RouterLoss, balance, routing_sums
+from acc_lm.text.tokenizer import make_tokenizer
 
 SIZES = {
     "hidden_size": 32,

@@ -12,10 +12,10 @@ from backends import BACKENDS, STRATEGY, Curve, Scenario, run_backend
 from processes import run_everywhere, run_training
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acc_lm import activations
 from acc_lm.config import ModelConfig, TokenizerConfig
-from acc_lm.model import build_model
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.modeling import activations
+from acc_lm.modeling.build import build_model
+from acc_lm.text.tokenizer import make_tokenizer
 
 MODES: list[Any] = [False, "selective", True]
 SIZES = {
@@ -134,7 +134,7 @@ def test_masks_of_dropout_that_are_drawn_anew_are_seen(monkeypatch: pytest.Monke
     """The control: without the first pass's random state the gradients are others."""
     (plain,) = (step(model := build(DROPOUT, mode), model) for mode in (False,))
     arguments = activations.checkpoint_arguments("selective") | {"preserve_rng_state": False}
-    monkeypatch.setattr("acc_lm.model.checkpoint_arguments", lambda which: arguments)
+    monkeypatch.setattr("acc_lm.modeling.build.checkpoint_arguments", lambda which: arguments)
     model = build(DROPOUT, "selective")
     broken = step(model, model)
     assert torch.equal(plain[0], broken[0])

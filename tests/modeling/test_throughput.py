@@ -24,17 +24,17 @@ from test_stop import wrap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from acc_lm.adapter import add_adapter
-from acc_lm.attention import CAUSAL_WITHOUT_MASK
 from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
+from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
-from acc_lm.history import read
-from acc_lm.model import build_model, flops_of_model
-from acc_lm.profiling import PARTS, STEP, joined, look_at, operators, split, without
-from acc_lm.recipe import load_config
+from acc_lm.modeling.adapter import add_adapter
+from acc_lm.modeling.attention import CAUSAL_WITHOUT_MASK
+from acc_lm.modeling.build import build_model, flops_of_model
+from acc_lm.modeling.flops import Flops, flops_of, peak_of
+from acc_lm.reporting.trace import PARTS, STEP, joined, look_at, operators, split, without
+from acc_lm.run_files.metrics_file import read
 from acc_lm.runtime.exposed import watched
-from acc_lm.throughput import Flops, flops_of, peak_of
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.text.tokenizer import make_tokenizer
 from benchmarks import gpu
 
 LENGTH = 64
@@ -242,7 +242,7 @@ def test_a_profile_is_written_and_changes_nothing(config: str, tiny: list[str], 
 
 def slow_loader(rank: int) -> None:
     """Process 1 waits a tenth of a second for each batch."""
-    from acc_lm.rows import Rows
+    from acc_lm.rows.text_rows import Rows
 
     original = Rows.__getitems__
 
@@ -255,15 +255,15 @@ def slow_loader(rank: int) -> None:
 
 def slow_host(rank: int) -> None:
     """Process 1 does something else for two tenths of a second before each step."""
-    import acc_lm.step
+    import acc_lm.training
 
-    original = acc_lm.step.train_step
+    original = acc_lm.training.train_step
 
     def late(*positional: Any, **keywords: Any) -> Any:
         time.sleep(0.2 if rank == 1 else 0.0)
         return original(*positional, **keywords)
 
-    acc_lm.step.train_step = late
+    acc_lm.training.train_step = late
 
 
 # Its positions are in no unit but the outermost, which FSDP2 gathers before any hook of ours that is not in front.
@@ -312,7 +312,7 @@ def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tin
     def slow_main(rank: int) -> None:
         slow_host(1 - rank)
         if rank == 0:
-            for place in ("acc_lm.console.start_block", "acc_lm.history.draw"):
+            for place in ("acc_lm.training.reporter.start_block", "acc_lm.run_files.metrics_file.draw"):
                 wrap(place, lambda: time.sleep(1.0))
 
     train([*tiny, "training.max_steps=6", "training.log_every=2", "training.eval_every=3", "checkpoint.every=100",
@@ -329,8 +329,8 @@ def test_a_save_beside_the_steps_holds_nobody_up(tiny: list[str], tmp_path: Path
 
     def slow_save(rank: int) -> None:
         for step in range(1, 5):
-            wrap("acc_lm.step.train_step", lambda: time.sleep(0.6), step)
-        wrap("acc_lm.saving._write_checkpoint", lambda: time.sleep(0.1 if rank else 1.1))
+            wrap("acc_lm.training.train_step", lambda: time.sleep(0.6), step)
+        wrap("acc_lm.checkpointing.writing.write_checkpoint", lambda: time.sleep(0.1 if rank else 1.1))
 
     train([*tiny, "training.max_steps=4", "training.log_every=4", "training.eval_every=null", "data.eval_fraction=0.02",
            "checkpoint.asynchronous=true"], "ddp", slow_save)  # fmt: skip
@@ -411,7 +411,7 @@ def test_mfu_is_of_all_processes(config: str, tiny: list[str], tmp_path: Path) -
 
 def test_a_run_that_goes_on_looks_at_what_is_left(tiny: list[str], tmp_path: Path) -> None:
     def stop(rank: int) -> None:
-        wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGTERM), 4)
+        wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), signal.SIGTERM), 4)
 
     arguments = [*tiny, "profile.steps=[3, 6]"]
 

@@ -18,12 +18,12 @@ from test_nonfinite import train_with_bad_losses
 from test_resume import assert_equal_runs, kill_at_random, resume_from, with_dropout
 from torch import Tensor
 
-from acc_lm.cli.parity import OF_MUON, TOLERANCE, largest_differences
 from acc_lm.config import Config, OptimizerConfig
+from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
-from acc_lm.muon import MuonAndAdamW, hidden_matrices
-from acc_lm.optimizer import build_optimizer, set_learning_rate
-from acc_lm.recipe import load_config
+from acc_lm.optimization.muon import MuonAndAdamW, hidden_matrices
+from acc_lm.optimization.optimizer import build_optimizer, set_learning_rate
+from acc_lm.studies.parity import OF_MUON, TOLERANCE, largest_differences
 
 MUON = "optimizer.name=muon"
 RATE, MOMENTUM, DECAY = 1e-2, 0.9, 0.3  # none is torch's own
@@ -217,8 +217,8 @@ def test_muon_gets_the_matrices_between_embeddings_and_head(fields: dict[str, An
 
 def build(fields: dict[str, Any], **settings: Any) -> Any:
     from acc_lm.config import ModelConfig, TokenizerConfig
-    from acc_lm.model import build_model
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.modeling.build import build_model
+    from acc_lm.text.tokenizer import make_tokenizer
 
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
     return build_model(ModelConfig(config=fields, **settings), tokenizer, 16, 0)[0]
@@ -248,8 +248,10 @@ def test_swap_the_yaml_keep_the_curve(config: str, num_processes: int) -> None:
 def test_parts_that_are_made_orthogonal_by_themselves_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above, and that it is no test of AdamW."""
     (expected,) = one_process(SCENARIOS[0])
-    monkeypatch.setattr("acc_lm.muon.whole", lambda tensor: getattr(tensor.detach(), "_local_tensor", tensor.detach()))
-    monkeypatch.setattr("acc_lm.muon.part_of", lambda tensor, like: tensor)
+    monkeypatch.setattr(
+        "acc_lm.optimization.muon.whole", lambda tensor: getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    )
+    monkeypatch.setattr("acc_lm.optimization.muon.part_of", lambda tensor, like: tensor)
     (broken,) = run_backend("fsdp2", 2, [replace(SCENARIOS[0], fault="parts made orthogonal")])
     assert largest_differences(expected.metrics, broken.metrics)["train/loss"] > 1e-4
     (adamw,) = one_process(Scenario("gpt2"))
@@ -302,7 +304,7 @@ def test_killed_at_random_it_goes_on_and_ends_the_same(tiny_recipe: Path, tmp_pa
 
 def test_a_run_from_dry_run_to_export(tiny: list[str], tmp_path: Path) -> None:
     """With a search for the micro-batch, a skipped step, and a checkpoint that another optimizer cannot read."""
-    from acc_lm.checkpoint import read_tensors
+    from acc_lm.checkpointing.loading import read_tensors
 
     arguments = [*tiny, MUON, "training.find_micro_batch_size=true"]
     assert run_training([*arguments, "--dry-run"]).code == 0
@@ -355,7 +357,7 @@ def test_what_muon_is_not_for_is_refused() -> None:
 def test_parity_leaves_out_what_would_refuse_muon_whatever_its_file_is_called(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    from acc_lm.cli.parity import _cases
+    from acc_lm.studies.parity import _cases
 
     mine = tmp_path / "mine.yaml"
     shutil.copy(ROOT / "accelerate_configs/deepspeed_zero2.yaml", mine)

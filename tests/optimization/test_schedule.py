@@ -12,7 +12,7 @@ from transformers import get_scheduler
 
 from acc_lm.config import SCHEDULES, OptimizerConfig, ScheduleConfig
 from acc_lm.errors import ConfigError
-from acc_lm.schedule import build_schedule
+from acc_lm.optimization.schedule import build_schedule
 
 ARGUMENTS = {
     "warmup_stable_decay": {"num_decay_steps": 10},
@@ -139,7 +139,7 @@ def test_every_fragment_of_the_page_is_a_recipe(tmp_path: Path) -> None:
     """docs/controls.md: each block laid over the quickstart, and each schedule for all of its steps."""
     from ruamel.yaml import YAML
 
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
 
     page = (ROOT / "docs/controls.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

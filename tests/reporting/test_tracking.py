@@ -19,7 +19,8 @@ import pytest
 from processes import Finished, Launch
 from test_resume import assert_equal_runs
 
-from acc_lm import history, tracking
+from acc_lm.reporting import tracking
+from acc_lm.run_files import metrics_file
 
 NO_KEY = {"WANDB_API_KEY": "", "NETRC": os.devnull}
 LIKELY_KEY = "k" * 40
@@ -54,7 +55,7 @@ def train_with(
     def function() -> int:
         import train
 
-        history.draw = lambda *arguments: None  # which takes longer than all the steps
+        metrics_file.draw = lambda *arguments: None  # which takes longer than all the steps
         prepare()
         return train.main(arguments)
 
@@ -145,14 +146,14 @@ def test_offline_one_folder_has_every_step_once_whatever_ended_the_run(
     arguments = [*tiny, "training.max_steps=9", "training.log_every=1", "tracking.report_to=[wandb,tensorboard]"]
 
     def end_after_five() -> None:
-        append = history.append
+        append = metrics_file.append
 
         def append_and_end(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
             append(output_dir, step, metrics)
             if step == 5:
                 os.kill(os.getpid(), signal.SIGKILL if ending == "kill -9" else signal.SIGINT)
 
-        history.append = append_and_end
+        metrics_file.append = append_and_end
 
     train_with(arguments, end_after_five, expect=-signal.SIGKILL if ending == "kill -9" else 75)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -488,7 +489,7 @@ def test_a_second_process_has_no_tracker_no_bar_and_no_file_but_its_tensors(tiny
 def test_a_damaged_note_about_wandb_costs_a_line_and_a_new_run_there(
     content: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
 
     recipe = load_config(tiny[1]).model_dump(mode="json")
     (tmp_path / "wandb").mkdir()

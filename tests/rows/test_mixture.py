@@ -20,13 +20,13 @@ from test_packing import make_rows
 from test_resume import assert_equal_runs
 
 from acc_lm.config import DataConfig, TokenizerConfig
+from acc_lm.config.loading import load_config
 from acc_lm.data import Data, build_data
-from acc_lm.history import read
-from acc_lm.losses import IGNORE_INDEX
-from acc_lm.mixture import BLOCK, LARGEST_BLOCK, MixedOrder, MixedRows, shares
-from acc_lm.order import MicroBatches
-from acc_lm.recipe import load_config
-from acc_lm.rows import Rows
+from acc_lm.rows.batch import IGNORE_INDEX
+from acc_lm.rows.loader import MicroBatches
+from acc_lm.rows.mixture import BLOCK, LARGEST_BLOCK, MixedOrder, MixedRows, shares
+from acc_lm.rows.text_rows import Rows
+from acc_lm.run_files.metrics_file import read
 
 SIZES = (7, 40, 3)
 ORDER = MixedOrder(5, 50, 8, sizes=SIZES, counts=(3, 5, 2))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from acc_lm.order import MicroBatches, RowOrder, evaluation_batches, extend_ledger, permutation
-from acc_lm.progress import Progress
+from acc_lm.progress import Progress, extend_ledger
+from acc_lm.rows.loader import MicroBatches, evaluation_batches
+from acc_lm.rows.order import RowOrder, StreamOrder, permutation
 
 
 def test_every_row_comes_once_per_epoch_and_no_batch_is_short() -> None:
@@ -43,6 +44,7 @@ def test_processes_share_the_rows_of_each_step_without_overlap(num_processes: in
         )
         for process in range(num_processes)
     ]
+    assert len(MicroBatches(order, micro_batch_size=2, process=0, num_processes=1, first_step=3, last_step=9)) == 7 * 6
     accumulation = 12 // (num_processes * micro_batch_size)
     for i, step in enumerate(range(3, 10)):
         mine = [np.concatenate(batches[i * accumulation : (i + 1) * accumulation]) for batches in per_process]
@@ -94,6 +96,33 @@ def test_evaluation_covers_every_row_once_in_equal_rounds(num_rows: int, num_pro
     shares = [
         evaluation_batches(num_rows, batch_size=2, process=p, num_processes=num_processes) for p in range(num_processes)
     ]
-    assert len({len(share) for share in shares}) == 1
+    assert {len(share) for share in shares} == {-(-num_rows // (2 * num_processes))}, "and no round more than needed"
     rows = np.concatenate([batch for share in shares for batch in share])
     assert sorted(rows[rows >= 0]) == list(range(num_rows))
+
+
+def test_rows_of_streams_are_taken_stream_by_stream() -> None:
+    order = StreamOrder(seed=0, num_rows=0, global_batch_size=6, num_streams=3)
+    assert [order.rows_at(step).tolist() for step in (1, 2)] == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+
+
+class Rows12(RowOrder):
+    def rows_at(self, step: int) -> np.ndarray:
+        return np.array([4, 7, 0, 11, 3, 9, 1, 10, 6, 2, 8, 5])
+
+
+def test_rows_of_about_the_same_length_meet_in_a_micro_batch_and_processes_take_turns_in_going_first() -> None:
+    """Rows 0 to 11 have the lengths 12 to 1, and row 9 that of row 8: as many are as long, they stay in the batch's order."""
+    lengths = np.array([12, 11, 10, 9, 8, 7, 6, 5, 4, 4, 2, 1])
+    shares = [
+        [batch.tolist() for batch in MicroBatches(
+            Rows12(0, 12, 12), micro_batch_size=2, process=process, num_processes=2, first_step=1, last_step=1, lengths=lengths,
+        )] for process in (0, 1)
+    ]  # fmt: skip
+    assert shares == [[[0, 1], [6, 7], [9, 8]], [[2, 3], [4, 5], [10, 11]]]
+
+
+def test_an_evaluation_begins_with_the_longest_rows() -> None:
+    lengths = np.array([3, 9, 5, 7, 5])
+    shares = [evaluation_batches(5, batch_size=2, process=p, num_processes=2, lengths=lengths) for p in (0, 1)]
+    assert [[batch.tolist() for batch in share] for share in shares] == [[[1, 3], [0, -1]], [[2, 4], [-1, -1]]]

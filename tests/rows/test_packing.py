@@ -16,14 +16,23 @@ from processes import ROOT, launcher_environment, run_everywhere, run_training
 from test_model import MOE, SeenAttention, build
 from torch import nn
 
-import acc_lm.model
-from acc_lm.attention import CAUSAL, block_mask, causal_attention, choose_attention, document_mask, use_block_masks
+import acc_lm.modeling.loss_head
 from acc_lm.errors import ConfigError
-from acc_lm.history import read
-from acc_lm.model import check_packing, install_loss
-from acc_lm.order import MicroBatches, RowOrder, by_length, evaluation_batches
-from acc_lm.packing import CHUNK_TOKENS, WIDTH, PackedRows, one_per_row, pack
-from acc_lm.rows import Rows
+from acc_lm.modeling.attention import (
+    CAUSAL,
+    block_mask,
+    causal_attention,
+    choose_attention,
+    document_mask,
+    use_block_masks,
+)
+from acc_lm.modeling.checks import check_packing
+from acc_lm.modeling.loss_head import install_loss
+from acc_lm.rows.loader import MicroBatches, by_length, evaluation_batches
+from acc_lm.rows.order import RowOrder
+from acc_lm.rows.packing import CHUNK_TOKENS, WIDTH, PackedRows, one_per_row, pack
+from acc_lm.rows.text_rows import Rows
+from acc_lm.run_files.metrics_file import read
 
 PLACES = 48
 
@@ -142,7 +151,7 @@ def test_targets_and_bytes_are_counted() -> None:
 def test_counting_targets_reads_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make_rows(200).num_targets
     assert CHUNK_TOKENS % 8 == 0
-    monkeypatch.setattr("acc_lm.packing.CHUNK_TOKENS", 8)
+    monkeypatch.setattr("acc_lm.rows.packing.CHUNK_TOKENS", 8)
     assert np.array_equal(make_rows(200).num_targets, whole)
 
 
@@ -375,7 +384,7 @@ def test_compiled_for_good_it_is_the_same(name: str, flex: bool, monkeypatch: py
     torch._dynamo.reset()
     batch, expected = case(name)
     if flex:
-        monkeypatch.setattr(acc_lm.model, "document_mask", block_mask)
+        monkeypatch.setattr(acc_lm.modeling.loss_head, "document_mask", block_mask)
     model = make_model(name).eval()
     with torch.set_grad_enabled(not flex):
         sums = torch.compile(model, fullgraph=True)(**batch)
@@ -428,7 +437,7 @@ def test_one_mask_is_made_for_all_layers_and_none_without_documents(monkeypatch:
 
     batch = make_rows().__getitems__([0, 1])
     model = make_model("llama")
-    monkeypatch.setattr(acc_lm.model, "document_mask", note)
+    monkeypatch.setattr(acc_lm.modeling.loss_head, "document_mask", note)
     seen = SeenAttention(monkeypatch)
     model(**batch)
     assert len(made) == 1
@@ -508,10 +517,12 @@ def test_the_check_sees_what_it_is_for(fault: str, monkeypatch: pytest.MonkeyPat
         return sums._replace(nll=sums.nll + 1)
 
     if fault == "sees all before":
-        monkeypatch.setattr(acc_lm.model, "document_mask", lambda documents: document_mask(documents // 2))
+        monkeypatch.setattr(acc_lm.modeling.loss_head, "document_mask", lambda documents: document_mask(documents // 2))
     elif fault == "sees the document before":  # the last but one only
         monkeypatch.setattr(
-            acc_lm.model, "document_mask", lambda documents: document_mask(documents - (documents == 2) * 1)
+            acc_lm.modeling.loss_head,
+            "document_mask",
+            lambda documents: document_mask(documents - (documents == 2) * 1),
         )
     elif fault == "ignores positions":
         model.base_model.forward = lambda position_ids=None, **keywords: own(**keywords)
@@ -551,7 +562,7 @@ def test_the_blocks_of_a_gpu_are_the_mask_of_the_cpu() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_flex_attention_gives_the_same_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, expected = case(name)
-    monkeypatch.setattr(acc_lm.model, "document_mask", block_mask)
+    monkeypatch.setattr(acc_lm.modeling.loss_head, "document_mask", block_mask)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         sums = make_model(name).eval()(**batch)
     assert abs(sums.nll.item() / expected[0] - 1) <= 1e-6
@@ -569,7 +580,7 @@ def test_flex_attention_takes_windows_and_soft_caps(name: str) -> None:
 
 def test_block_masks_are_for_runs_on_a_gpu_and_not_for_machines_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention has no backward on a CPU."""
-    from acc_lm.model import _prepare_packing
+    from acc_lm.modeling.build import _prepare_packing
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model, own = make_model("mistral window"), "transformers' sdpa (sliding_window)"
@@ -580,7 +591,7 @@ def test_block_masks_are_for_runs_on_a_gpu_and_not_for_machines_with_one(monkeyp
 
 
 def test_attention_dropout_is_refused_where_flex_attention_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acc_lm.model, "document_mask", block_mask)
+    monkeypatch.setattr(acc_lm.modeling.loss_head, "document_mask", block_mask)
     model = make_model("llama")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
@@ -647,12 +658,12 @@ def train_rows(scenario: Scenario, padded: bool) -> list[dict[str, float]]:
 
     from acc_lm import runtime
     from acc_lm.config import TokenizerConfig
-    from acc_lm.evaluation import evaluate_rows
-    from acc_lm.model import build_empty_model, build_model
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.rows import build_loader
-    from acc_lm.step import train_step
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.evaluation.held_out import evaluate_rows
+    from acc_lm.modeling.build import build_empty_model, build_model
+    from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.rows.loader import build_loader
+    from acc_lm.text.tokenizer import make_tokenizer
+    from acc_lm.training.step import train_step
 
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     config = make_config(scenario, num_processes)
@@ -738,7 +749,7 @@ def test_an_evaluation_of_packed_rows_is_the_sum_over_the_items() -> None:
     """Against transformers' own model, item by item."""
 
     def run() -> list[float]:
-        from acc_lm.evaluation import evaluate_rows
+        from acc_lm.evaluation.held_out import evaluate_rows
         from acc_lm.runtime import build_accelerator
 
         accelerator = build_accelerator(make_config(Scenario("llama"), 2))

@@ -22,16 +22,16 @@ from test_conversations import curve
 from test_data import all_ids
 from test_resume import assert_equal_runs, metrics_of
 
-from acc_lm import stream_reader
 from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data import build_data
 from acc_lm.errors import DataError
-from acc_lm.history import read
-from acc_lm.order import MicroBatches, RowOrder, StreamOrder
-from acc_lm.rows import build_loader
-from acc_lm.stream_reader import Position, Shards, State, Stream, open_shards
-from acc_lm.streaming import Reader
-from acc_lm.tokenizer import make_tokenizer, text_encoder
+from acc_lm.rows import stream_reader
+from acc_lm.rows.loader import MicroBatches, build_loader
+from acc_lm.rows.order import RowOrder, StreamOrder
+from acc_lm.rows.stream_reader import Position, Shards, State, Stream, open_shards
+from acc_lm.rows.streams import Reader
+from acc_lm.run_files.metrics_file import read
+from acc_lm.text.tokenizer import make_tokenizer, text_encoder
 
 NUM_SHARDS = 6
 TOKENIZER = make_tokenizer(TokenizerConfig(kind="byte"), [])
@@ -357,7 +357,7 @@ def is_reader_of(process: psutil.Process, folder: Path) -> bool:
     """Its parent was this test's, so now it has none of ours."""
     try:
         return (
-            "acc_lm.stream_reader" in process.cmdline()
+            "acc_lm.rows.stream_reader" in process.cmdline()
             and process.environ().get("PYTEST_CURRENT_TEST", "").find("bit_for_bit") > 0
         )
     except psutil.Error:

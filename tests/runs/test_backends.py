@@ -15,8 +15,8 @@ import torch
 from backends import BACKENDS, GLOBAL_BATCH, STEPS, STRATEGY, TIED, Curve, Scenario, run_backend
 from processes import ROOT, Launch, launcher_environment, run_training
 
-from acc_lm.cli.parity import TOLERANCE, Row, largest_differences, read_metrics
 from acc_lm.runtime.extensions import has_libaio
+from acc_lm.studies.parity import TOLERANCE, Row, largest_differences, read_metrics
 
 GRID = [
     Scenario("gpt2", accumulation=4, gradient_checkpointing=True),
@@ -145,7 +145,7 @@ def count_collectives(accelerator: Any, model: Any, optimizer: Any, config: Any)
     from backends import LENGTH, NUM_ROWS, RaggedRows
 
     from acc_lm.runtime import Gradients, split_global_batch
-    from acc_lm.step import train_step
+    from acc_lm.training.step import train_step
 
     micro, accumulation = split_global_batch(config.training, accelerator.num_processes)
     rows = RaggedRows(NUM_ROWS, 1)
@@ -272,9 +272,9 @@ def test_the_exported_models_have_the_evaluation_loss_that_was_measured(exported
     """In a fresh process, by transformers alone, on the held-out rows."""
     from transformers import AutoModelForCausalLM
 
+    from acc_lm.config.loading import load_config
     from acc_lm.data import build_data
-    from acc_lm.recipe import load_config
-    from acc_lm.tokenizer import load_tokenizer
+    from acc_lm.text.tokenizer import load_tokenizer
 
     losses = {}
     for name, folder in exported.items():
@@ -353,7 +353,7 @@ def test_more_processes_than_the_batch_has_parts_is_refused(tiny: list[str]) -> 
 
 # --- the files of other hands --------------------------------------------------------------------------------------
 
-ANSWERS = ROOT / "tests" / "accelerate_config_answers"
+ANSWERS = ROOT / "tests/support/accelerate_config_answers"
 WRITTEN = {
     "ddp": ("ddp", 2), "ddp_affinity": ("ddp", 2), "fsdp2": ("fsdp2", 2), "fsdp2_named_block": ("fsdp2", 2), "hsdp": ("hsdp", 4),
     "deepspeed_zero2": ("deepspeed_zero2", 2), "deepspeed_zero3_offload": ("deepspeed_zero3", 2),
@@ -532,7 +532,8 @@ def test_parity_sees_a_launch_that_learned_something_else_or_from_other_rows(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """However equal its figures are, if it is the rows."""
-    from acc_lm.cli import main, parity
+    from acc_lm.cli import main
+    from acc_lm.studies import parity
 
     def launch(script: list[str], file: Path | None, num_processes: int, *more: object, **named: object) -> None:
         folder = Path(script[-1].removeprefix("output_dir="))
@@ -590,7 +591,7 @@ def test_a_row_is_launched_from_a_clean_environment_on_a_port_that_is_its_own(
 
     import torch.distributed as dist
 
-    from acc_lm.cli import launching
+    from acc_lm.studies import launching
 
     seen: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")

@@ -34,9 +34,9 @@ def arguments_of(recipe: Path) -> list[str]:
 
 
 def test_every_stage_of_the_code_is_tried() -> None:
-    from acc_lm import retention, saving
+    from acc_lm.checkpointing import rotation, writing
 
-    text = Path(str(saving.__file__)).read_text() + Path(str(retention.__file__)).read_text()
+    text = Path(str(writing.__file__)).read_text() + Path(str(rotation.__file__)).read_text()
     assert text.count("crash_point(") == len(POINTS)
     assert all(f'crash_point("{point}")' in text for point in POINTS)
 
@@ -71,13 +71,13 @@ def test_a_crash_at_a_stage_of_saving_loses_nothing(
 
 
 PHASES = {
-    "tokenising": ("acc_lm.data.flush", 2),
-    "building the model": ("acc_lm.model.build_model", 1),
-    "the first step": ("acc_lm.step.train_step", 1),
-    "an evaluation": ("acc_lm.evaluation.release_gathered", 2),
-    "the picture": ("acc_lm.history.draw", 3),
-    "the export": ("acc_lm.export.make_readable", 1),
-    "the model card": ("acc_lm.export.model_card", 1),
+    "tokenising": ("acc_lm.data.one_source.flush", 2),
+    "building the model": ("acc_lm.training.run.build_model", 1),
+    "the first step": ("acc_lm.training.train_step", 1),
+    "an evaluation": ("acc_lm.evaluation.held_out.release_gathered", 2),
+    "the picture": ("acc_lm.run_files.metrics_file.draw", 3),
+    "the export": ("acc_lm.export.export.make_readable", 1),
+    "the model card": ("acc_lm.export.export.model_card", 1),
 }
 
 
@@ -120,7 +120,7 @@ def test_what_one_process_of_two_has_not_written_exists_on_none(
 
     def prepare() -> None:
         if os.environ["RANK"] == "1":
-            wrap("acc_lm.saving._write_mine", die, 4)
+            wrap("acc_lm.checkpointing.writing._write_mine", die, 4)
 
     assert train_with(arguments, prepare, 2).codes == [7, -signal.SIGKILL]
     assert not (run / "checkpoints/step-00000004").exists()

@@ -29,13 +29,13 @@ def arguments_of(recipe: Path, run: Path) -> list[str]:
 
 def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
     """Write down which rows this process trains on, step by step: those that are read, not those that are planned."""
-    import acc_lm.rows
-    import acc_lm.step
+    import acc_lm.rows.text_rows
+    import acc_lm.training
 
-    train_step, getitems = acc_lm.step.train_step, acc_lm.rows.Rows.__getitems__
+    train_step, getitems = acc_lm.training.train_step, acc_lm.rows.text_rows.Rows.__getitems__
     read: list[int] = []
 
-    def reading(self: acc_lm.rows.Rows, rows: list[int]) -> acc_lm.rows.Batch:
+    def reading(self: acc_lm.rows.text_rows.Rows, rows: list[int]) -> acc_lm.rows.batch.Batch:
         read.extend(int(row) for row in rows)
         return getitems(self, rows)
 
@@ -51,8 +51,8 @@ def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
         read.clear()
         return outcome
 
-    acc_lm.rows.Rows.__getitems__ = reading  # type: ignore[method-assign]
-    acc_lm.step.train_step = stepping  # type: ignore[assignment]
+    acc_lm.rows.text_rows.Rows.__getitems__ = reading  # type: ignore[method-assign]
+    acc_lm.training.train_step = stepping  # type: ignore[assignment]
 
 
 def rows_of(files: list[Path], sequence: list[int]) -> None:
@@ -72,9 +72,9 @@ def at_step(step: int, action: Callable[[], object]) -> Callable[[], None]:
     """Let the last process do this in the middle of a step."""
 
     def prepare() -> None:
-        import acc_lm.step
+        import acc_lm.training
 
-        train_step = acc_lm.step.train_step
+        train_step = acc_lm.training.train_step
 
         def stepping(*arguments: object, **keywords: object) -> object:
             if (
@@ -84,7 +84,7 @@ def at_step(step: int, action: Callable[[], object]) -> Callable[[], None]:
                 action()
             return train_step(*arguments, **keywords)  # type: ignore[arg-type]
 
-        acc_lm.step.train_step = stepping  # type: ignore[assignment]
+        acc_lm.training.train_step = stepping  # type: ignore[assignment]
 
     return prepare
 

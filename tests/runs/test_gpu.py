@@ -1,4 +1,4 @@
-"""What only a GPU can show. Everywhere else these are skipped; with one: pytest -m gpu tests/test_gpu.py"""
+"""What only a GPU can show. Everywhere else these are skipped; with one: pytest -m gpu tests/runs/test_gpu.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from backends import Scenario, train_curve
 from processes import run_everywhere, run_training
 
-from acc_lm.losses import summed_loss
+from acc_lm.modeling.losses import summed_loss
 from acc_lm.runtime.exposed import watched
 
 pytestmark = [
@@ -76,10 +76,10 @@ def test_between_two_logs_nothing_waits_for_the_gpu(tiny: list[str], precision: 
     """The loop of train.py from its third step to its sixth, with pinned batches: whoever reads the device raises."""
 
     def run() -> list[int]:
-        import acc_lm.step
+        import acc_lm.training
         import train
 
-        original = acc_lm.step.train_step
+        original = acc_lm.training.train_step
         steps: list[int] = []
 
         def watched(*arguments: Any, **keywords: Any) -> Any:
@@ -87,7 +87,7 @@ def test_between_two_logs_nothing_waits_for_the_gpu(tiny: list[str], precision: 
             torch.cuda.set_sync_debug_mode("error" if 3 <= keywords["step"] < 6 else "default")
             return original(*arguments, **keywords)
 
-        acc_lm.step.train_step = watched
+        acc_lm.training.train_step = watched
         rare = ["training.log_every=100", "training.eval_every=100", "checkpoint.every=100"]
         assert train.main([*tiny, *rare, f"training.mixed_precision={precision}"]) == 0
         return steps
@@ -150,7 +150,7 @@ def attend(kernels: Callable[[], None], heads: int, kv: int, size: int, dtype: t
     def run() -> tuple[list[float], list[str]]:
         from torch.profiler import ProfilerActivity, profile
 
-        from acc_lm.attention import causal_attention
+        from acc_lm.modeling.attention import causal_attention
 
         torch.manual_seed(0)
         exact = [torch.randn(2, h, 512, size, dtype=torch.float64, requires_grad=True) for h in (heads, kv, kv)]
@@ -171,7 +171,7 @@ def attend(kernels: Callable[[], None], heads: int, kv: int, size: int, dtype: t
 
 
 def prefer(cudnn: bool) -> None:
-    from acc_lm.attention import prefer_kernels
+    from acc_lm.modeling.attention import prefer_kernels
 
     prefer_kernels(torch.cuda.get_device_capability(), cudnn)
 
@@ -203,8 +203,8 @@ def test_a_compiled_model_uses_cudnns_attention_too() -> None:
         from torch.profiler import ProfilerActivity, profile
 
         from acc_lm.config import ModelConfig, TokenizerConfig
-        from acc_lm.model import build_model
-        from acc_lm.tokenizer import make_tokenizer
+        from acc_lm.modeling.build import build_model
+        from acc_lm.text.tokenizer import make_tokenizer
 
         prefer(True)
         config = ModelConfig(config={"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

@@ -21,7 +21,7 @@ import pytest
 from processes import LAUNCH_VARIABLES, ROOT, Launch, build_extensions_once, launcher_environment
 
 from acc_lm.config import Config
-from acc_lm.history import read
+from acc_lm.run_files.metrics_file import read
 
 LAB = ROOT / "docs/labs/alpaca_deepspeed.md"
 FEW_STEPS = (
@@ -66,7 +66,7 @@ def stand_ins(text: str, hub: Path) -> list[str]:
 
 
 def config_of(recipe: str) -> Config:
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
 
     return load_config(ROOT / recipe)
 

@@ -91,7 +91,7 @@ def cluster() -> Iterator[Cluster]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = str(ROOT / "tests/slurm_up.sh")
+    script = str(ROOT / "tests/support/slurm_up.sh")
     try:
         subprocess.run([script, "up", folder], check=True, timeout=60, env=os.environ | {"PORT": str(port)})
         yield Cluster(folder)

@@ -425,3 +425,13 @@ def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: i
         shutil.rmtree(run)
     result.seconds = time.monotonic() - began
     return result
+
+
+def test_a_folder_in_the_place_of_the_runs_tokenizer_is_replaced(tiny: list[str], tmp_path: Path) -> None:
+    run_training(tiny)
+    file = tmp_path / "run/tokenizer/tokenizer.json"
+    file.unlink()
+    file.mkdir()
+    (file / "x").touch()
+    run_training([*tiny, "training.max_steps=8", "checkpoint.allow_changed_recipe=true"])
+    assert file.is_file()

@@ -51,10 +51,10 @@ def tell(number: int = signal.SIGTERM) -> None:
 
 
 BEFORE_THE_LOOP = {
-    "looking at the model": "acc_lm.model.check_model",
-    "reading text": "acc_lm.data.open_corpus",
-    "training the tokenizer": "acc_lm.data.make_tokenizer",
-    "drawing weights": "acc_lm.model.build_model",
+    "looking at the model": "acc_lm.modeling.checks.check_model",
+    "reading text": "acc_lm.data.one_source.open_corpus",
+    "training the tokenizer": "acc_lm.data.one_source.make_tokenizer",
+    "drawing weights": "acc_lm.training.run.build_model",
     "preparing": "acc_lm.runtime.prepare",
 }
 
@@ -76,22 +76,22 @@ def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str
     """A launcher that has seen another process end sends one just then."""
 
     def prepare() -> None:
-        from acc_lm.cli import outcome
+        from acc_lm.cli import train
 
-        write = outcome.write_failure
+        write = train.write_failure
 
         def told(*arguments: Any) -> None:
             tell()
             write(*arguments)
 
-        outcome.write_failure = told
+        train.write_failure = told
 
         def broken(*arguments: Any, **keywords: Any) -> None:
             raise RuntimeError("broken")
 
-        import acc_lm.step
+        import acc_lm.training
 
-        acc_lm.step.train_step = broken  # type: ignore[assignment]
+        acc_lm.training.train_step = broken  # type: ignore[assignment]
 
     finished = train_with(tiny, prepare, 1)
     assert finished.codes == [1], finished.output
@@ -112,12 +112,12 @@ def test_a_recipe_is_refused_in_a_thread_too(tmp_path: Path) -> None:
 
 
 IN_THE_LOOP = {
-    "the first step": ("acc_lm.step.train_step", 1, 1),
-    "a later step": ("acc_lm.step.train_step", 4, 4),
-    "a log": ("acc_lm.history.append", 2, 2),
-    "a save": ("acc_lm.saving._write_mine", 1, 2),
-    "a commit": ("acc_lm.saving._commit", 1, 2),
-    "a rotation": ("acc_lm.saving.rotate", 2, 4),
+    "the first step": ("acc_lm.training.train_step", 1, 1),
+    "a later step": ("acc_lm.training.train_step", 4, 4),
+    "a log": ("acc_lm.run_files.metrics_file.append", 2, 2),
+    "a save": ("acc_lm.checkpointing.writing._write_mine", 1, 2),
+    "a commit": ("acc_lm.checkpointing.writing._commit", 1, 2),
+    "a rotation": ("acc_lm.checkpointing.writing.rotate", 2, 4),
 }
 IN_MAKE_TEST = {("a later step", 2), ("a save", 1), ("a save", 2), ("a commit", 2), ("a rotation", 2)}
 
@@ -171,11 +171,11 @@ def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: li
     many = [*tiny, "training.micro_batch_size=1", "data.eval_fraction=0.5"]
 
     def prepare() -> None:
-        import acc_lm.evaluation
+        import acc_lm.evaluation.held_out
 
-        acc_lm.evaluation.PAUSE = 1
+        acc_lm.evaluation.held_out.PAUSE = 1
         if os.environ.get("RANK") == "1":
-            wrap("acc_lm.step.train_step", lambda: wrap("acc_lm.evaluation.to_device", tell, 2), step)
+            wrap("acc_lm.training.train_step", lambda: wrap("acc_lm.evaluation.held_out.to_device", tell, 2), step)
 
     def count_evaluations() -> int:
         return sum("eval/loss" in line for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
@@ -192,7 +192,7 @@ def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: li
 
 
 def test_a_signal_during_the_export_leaves_no_half_model(tiny: list[str], tmp_path: Path) -> None:
-    finished = train_with(tiny, lambda: wrap("acc_lm.export.whole_weights", tell))
+    finished = train_with(tiny, lambda: wrap("acc_lm.export.export.whole_weights", tell))
     assert finished.codes == [75], finished.output
     assert not (tmp_path / "run/final").exists()
     finished = run_training(tiny)

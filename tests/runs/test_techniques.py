@@ -16,11 +16,11 @@ from backends import Curve, Scenario, run_backend, train_curve
 from processes import ROOT, UNFREEZE, launcher_environment, run_everywhere, run_training
 from torch.nn.attention import SDPBackend
 
-import acc_lm.losses
-from acc_lm.attention import causal_attention, kernel_order, prefer_kernels
-from acc_lm.checkpoint import read_tensors
+import acc_lm.modeling.losses
+from acc_lm.checkpointing.loading import read_tensors
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError, MachineError
+from acc_lm.modeling.attention import causal_attention, kernel_order, prefer_kernels
 
 GPU = torch.device("cuda")
 FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -70,12 +70,12 @@ def test_without_one_technique_it_learns_the_same(name: str, technique: str) -> 
     scenario = Scenario(name, steps=3)
 
     def run() -> tuple[Curve, str]:
-        import acc_lm.model
+        import acc_lm.modeling.build
 
         contenders.without(technique)
         found: list[Any] = []
-        install, fuse = acc_lm.model.install_loss, torch.optim.AdamW.__init__
-        acc_lm.model.install_loss = lambda model: found.append(install(model)) or found[-1]
+        install, fuse = acc_lm.modeling.build.install_loss, torch.optim.AdamW.__init__
+        acc_lm.modeling.build.install_loss = lambda model: found.append(install(model)) or found[-1]
 
         def seen(self: Any, *arguments: Any, **keywords: Any) -> None:
             fuse(self, *arguments, **keywords)
@@ -127,7 +127,7 @@ def test_a_vocabulary_with_more_rows_trains_the_same_and_is_saved_without_them(
 ) -> None:
     """257 ids, computed with 320: losses, norms and every shape in a checkpoint are those of 257, and either goes on from it."""
     num_processes = 1 if config == "single" else 2
-    asked = acc_lm.losses.padded_vocabulary
+    asked = acc_lm.modeling.losses.padded_vocabulary
 
     def train(**how: Any) -> tuple[Curve, Curve]:
         scenarios = [Scenario("gpt2", steps=4, **how), Scenario("llama", steps=4, mixed_precision="bf16")]
@@ -135,8 +135,8 @@ def test_a_vocabulary_with_more_rows_trains_the_same_and_is_saved_without_them(
         return first, second
 
     usual = train(save=tmp_path / "usual")
-    monkeypatch.setattr(acc_lm.losses, "padded_vocabulary", lambda size, _: asked(size, GPU))
-    assert acc_lm.losses.padded_vocabulary(257, GPU) == 320
+    monkeypatch.setattr(acc_lm.modeling.losses, "padded_vocabulary", lambda size, _: asked(size, GPU))
+    assert acc_lm.modeling.losses.padded_vocabulary(257, GPU) == 320
     more = train(save=tmp_path / "more")
     monkeypatch.undo()
     off = [furthest(one, other) for one, other in zip(usual, more, strict=True)]
@@ -278,19 +278,19 @@ def test_one_process_under_fsdp2_learns_what_autocast_does(usual: dict[str, Curv
 
 def test_no_collection_during_the_steps_looks_at_what_was_there_before(tiny: list[str]) -> None:
     def run() -> tuple[int, int]:
-        import acc_lm.step
+        import acc_lm.training
         import train
 
         gc.unfreeze = UNFREEZE
         gc.unfreeze()
         counts = []
-        step = acc_lm.step.train_step
+        step = acc_lm.training.train_step
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
             counts.append(gc.get_freeze_count())
             return step(*arguments, **keywords)
 
-        acc_lm.step.train_step = counted
+        acc_lm.training.train_step = counted
         assert train.main(tiny) == 0
         return min(counts), gc.get_freeze_count()
 
@@ -333,7 +333,7 @@ def test_what_fp8_needs_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch
      ("model.dtype=bfloat16", "model.dtype must be float32 with training.mixed_precision fp8")],
 )  # fmt: skip
 def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: list[str]) -> None:
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
     from acc_lm.runtime.fp8 import check_recipe
 
     with pytest.raises(ConfigError, match=says):
@@ -342,7 +342,7 @@ def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: li
 
 def test_positions_that_8_bits_cannot_multiply_are_refused_before_anything_is_read(tiny: list[str]) -> None:
     """The gradient of a weight is a product over all positions of a micro-batch; a search may end at a single row."""
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
     from acc_lm.runtime import check_run
     from acc_lm.runtime.fp8 import check_rows
 
@@ -433,7 +433,7 @@ def test_shared_heads_are_repeated_on_a_gpu_where_no_kernel_takes_them(
 def test_repeated_heads_give_what_shared_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for repeats in (False, True):
-        monkeypatch.setattr("acc_lm.attention._lacks_grouped_kernel", lambda query, repeats=repeats: repeats)
+        monkeypatch.setattr("acc_lm.modeling.attention._lacks_grouped_kernel", lambda query, repeats=repeats: repeats)
         torch.manual_seed(0)
         given = [torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (6, 2, 2)]
         output, _ = causal_attention(torch.nn.Module(), *given, None)

@@ -98,8 +98,8 @@ def test_final_loads_in_transformers_and_has_the_same_evaluation_loss(tiny: list
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from acc_lm.config.loading import load_config
         from acc_lm.data import build_data
-        from acc_lm.recipe import load_config
 
         config = load_config(tmp_path / "run" / "config.yaml")
         data = build_data(config.data, config.tokenizer, None, config.seed, 1)
@@ -203,7 +203,7 @@ def test_two_identical_runs_are_equal_bit_for_bit(tiny: list[str], tmp_path: Pat
 
 
 def test_a_hundred_losses_are_those_that_were_written_down(tiny: list[str], tmp_path: Path) -> None:
-    """In float64, so that neither the processor nor the version of torch decides. `PYTHONPATH=. python tests/test_train.py` writes them anew."""
+    """In float64, so that neither the processor nor the version of torch decides. `PYTHONPATH=. python tests/runs/test_train.py` writes them anew."""
     run_training(golden_arguments(tiny[1], tmp_path / "run"))
     losses = [entry["train/loss"] for entry in read_metrics(tmp_path / "run") if "train/loss" in entry]
     assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-6)

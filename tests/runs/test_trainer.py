@@ -14,11 +14,14 @@ from conftest import tiny_recipe_of
 from processes import run_everywhere, run_training
 from test_chat import FAMILIES, LONG, decoded, tokenizer_of, turns
 
-from acc_lm.chat import build_items, load_template, read_conversation
+from acc_lm.chat.items import build_items
+from acc_lm.chat.records import read_conversation
+from acc_lm.chat.template import load_template
+from acc_lm.config.loading import load_config
 from acc_lm.data import build_data
-from acc_lm.history import read
-from acc_lm.model import build_model, scratch_config
-from acc_lm.recipe import load_config
+from acc_lm.modeling.build import build_model
+from acc_lm.modeling.pretrained import scratch_config
+from acc_lm.run_files.metrics_file import read
 
 STEPS, ACCUMULATION = 20, 3
 SIZES = "hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1"

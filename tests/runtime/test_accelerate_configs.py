@@ -28,7 +28,7 @@ from acc_lm.runtime.config_file import (
 )
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-ANSWERS = sorted((ROOT / "tests" / "accelerate_config_answers").glob("*.yaml"))
+ANSWERS = sorted((ROOT / "tests/support/accelerate_config_answers").glob("*.yaml"))
 FULL = ROOT / "accelerate_configs" / "deepspeed_zero3_full.json"
 PROCESSES = {"single_gpu": 1, "cpu": 1, "hsdp": 4, "multi_node_hsdp": 4}
 SECTIONS = ["deepspeed_config", "dynamo_config", "fp8_config", "fsdp_config", "megatron_lm_config", "mpirun_config", "parallelism_config"]  # fmt: skip

@@ -16,7 +16,7 @@ from acc_lm.runtime import doctor, extensions
 from acc_lm.runtime.config_file import read_config
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-ANSWERS = sorted((ROOT / "tests/accelerate_config_answers").glob("*.yaml"))
+ANSWERS = sorted((ROOT / "tests/support/accelerate_config_answers").glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ REFUSED_ANSWERS = {
 MANY = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
-# Without a recipe; tests/test_runtime.py compares the lines that there are with one, with those of train.py.
+# Without a recipe; tests/runtime/test_runtime.py compares the lines that there are with one, with those of train.py.
 REFUSED = {
     "a silent single process": ("distributed_type: MULTI_CPU\nnum_processes: 2\n", [], "got one process (accelerate starts only one for MULTI_CPU"),
     "several without a strategy": ("distributed_type: 'NO'\nnum_processes: 2\n", [], "must start the processes it was asked for, got one process"),

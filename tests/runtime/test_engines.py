@@ -45,11 +45,11 @@ class Poison(torch.autograd.Function):
 
 def train_with_a_bad_gradient(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
     """One good step, one in which a single parameter gets a bad gradient on the last process, one after it."""
-    from acc_lm.checkpoint import weights_digest
-    from acc_lm.divergence import Watch
-    from acc_lm.order import RowOrder
+    from acc_lm.checkpointing.loading import weights_digest
+    from acc_lm.rows.order import RowOrder
     from acc_lm.runtime import Gradients, bare_model, count_updates, split_global_batch
-    from acc_lm.step import train_step
+    from acc_lm.training.divergence import Watch
+    from acc_lm.training.step import train_step
 
     is_due = [False]
     module = bare_model(model).get_submodule(POISONED.rpartition(".")[0])
@@ -179,11 +179,11 @@ def test_a_run_compares_its_copies_as_often_as_the_recipe_says(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import acc_lm.runtime
-    import acc_lm.step
+    import acc_lm.training
 
     environment = environment_for(config, num_processes)
     checked = tmp_path / "checked"
-    original_check, original_step = acc_lm.runtime.check_replicas, acc_lm.step.train_step
+    original_check, original_step = acc_lm.runtime.check_replicas, acc_lm.training.train_step
 
     def note(accelerator: Any, model: Any, step: int) -> None:
         if accelerator.is_main_process:
@@ -203,7 +203,7 @@ def test_a_run_compares_its_copies_as_often_as_the_recipe_says(
             getattr(weight, "_local_tensor", weight).view(-1)[-1] += 1e-3
         return outcome
 
-    monkeypatch.setattr(acc_lm.step, "train_step", spoil)
+    monkeypatch.setattr(acc_lm.training, "train_step", spoil)
     finished = run_training(arguments, num_processes, environment, timeout=60, expect=6)
     (line,) = finished.errors
     assert "parameters must be equal on every process, got another model.embed_tokens.weight on process" in line
@@ -263,8 +263,8 @@ def test_before_prepare_only_the_main_process_holds_the_model(config: str) -> No
 
         from acc_lm import runtime
         from acc_lm.config import ModelConfig, TokenizerConfig
-        from acc_lm.model import build_empty_model, build_model
-        from acc_lm.tokenizer import make_tokenizer
+        from acc_lm.modeling.build import build_empty_model, build_model
+        from acc_lm.text.tokenizer import make_tokenizer
 
         accelerator = runtime.build_accelerator(make_config(SHORT, 2))
         tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,10 +10,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from processes import ROOT
+from backends import MODELS
+from processes import LAUNCH_VARIABLES, ROOT, launcher_environment
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for what a CPU build of torch lacks"),
@@ -38,7 +41,7 @@ RUNS = {
 )
 def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: str, hub: Path) -> None:
     overrides = [override.replace("{hub}", str(hub)) for override in RUNS[name]]
-    command = [sys.executable, str(ROOT / "tests/fake_cuda.py"), *overrides]
+    command = [sys.executable, str(ROOT / "tests/support/fake_cuda.py"), *overrides]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.returncode == 0, run.stdout
@@ -46,12 +49,84 @@ def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: 
     print(*lines, sep="\n")
     assert any("other WAIT tolist()" in line and "divergence.py" in line for line in lines), "the trap must work"
     assert not [line for line in lines if " step " in line or "PAGEABLE" in line or "SLOW" in line]
-    saves = [
-        line.split()[0] for line in lines if "_take_snapshot" in line or "count_updates" in line or " keep" in line
-    ]
+    saves = [line.split()[0] for line in lines if "take_snapshot" in line or "count_updates" in line or " keep" in line]
     assert saves == ["1", "1"], (
         "the host waits once for all tensors of a checkpoint, and once for the counts of updates"
     )
+
+
+def handed_over(config: str, precision: str, **distributed: Any) -> dict[str, Any]:
+    """What the engine of a config is given by process 0 of 8, each with a GPU; one optimizer step is 2 micro-batches of 1 row."""
+    recipe = {
+        "output_dir": "unused", "model": {"config": MODELS["llama"]}, "tokenizer": {"kind": "byte"},
+        "data": {"source": "synthetic", "sequence_length": 16}, "tracking": {"report_to": []}, "distributed": distributed,
+        "training": {"max_steps": 1, "global_batch_size": 16, "micro_batch_size": 1, "mixed_precision": precision},
+        "optimizer": {"max_grad_norm": 0.7}, "schedule": {"name": "constant"},
+    }  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
+    environment |= launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 8)
+    environment.pop("ACCELERATE_USE_CPU", None)  # with a GPU the launcher would not set it
+    places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    environment |= places | {"MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "PYTHONPATH": paths}
+    command = [sys.executable, str(ROOT / "tests/support/fake_engines.py"), json.dumps(recipe)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    print(run.stdout)
+    seen: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    assert seen["device"] == "cuda:0"
+    assert (seen["group"]["backend"], seen["group"]["timeout"]) == ("nccl", "0:11:00"), "a minute after our own limit"
+    return seen
+
+
+@pytest.mark.slow
+def test_ddp_on_gpus_gets_the_recipes_arguments() -> None:
+    seen = handed_over("ddp", "bf16", bucket_cap_mb=50, static_graph=True, comm_hook="fp16")
+    assert seen["ddp"] == {
+        "device_ids": [0], "output_device": 0, "bucket_cap_mb": 50, "gradient_as_bucket_view": True, "static_graph": True
+    }  # fmt: skip
+    assert seen["hook"] == "fp16_compress_hook"
+
+
+CASES = {
+    "zero1 fp16": ("deepspeed_zero1", "fp16", {"stage": 1}),
+    "zero2 fp32": ("deepspeed_zero2", "no", {"stage": 2}),
+    "zero2 offload bf16": ("deepspeed_zero2_offload", "bf16", {"stage": 2, "offload_optimizer": "cpu"}),
+    "zero3 bf16": ("deepspeed_zero3", "bf16", {"stage": 3}),
+    "zero3 offload bf16": ("deepspeed_zero3_offload", "bf16", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+    "zero3 by hand bf16": ("deepspeed_zero3_full", "bf16", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeed_on_gpus_gets_the_recipes_config(case: str) -> None:
+    config, precision, expected = CASES[case]
+    seen = handed_over(config, precision)
+    settings, zero = seen["deepspeed"], seen["deepspeed"]["zero_optimization"]
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert [settings[name] for name in sizes] == [16, 1, 2, 0.7]
+    assert [settings.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")] == [
+        precision == "bf16",
+        precision == "fp16",
+    ]
+    assert {"stage": zero["stage"]} | {
+        name: zero[name]["device"] for name in ("offload_optimizer", "offload_param") if zero.get(name, {}).get("device", "none") != "none"
+    } == expected  # fmt: skip
+    assert '"auto"' not in json.dumps(settings), "nothing is left to be guessed"
+    assert not {"optimizer", "scheduler"} & set(settings)
+    sums = (settings.get("data_types", {}).get("grad_accum_dtype"), settings.get("communication_data_type"))
+    assert sums == ((None, None) if precision == "no" else ("fp32", "fp32"))
+    if expected["stage"] == 3:
+        assert (
+            seen["partition"].items()
+            <= {**settings, "zero_optimization": seen["partition"]["zero_optimization"]}.items()
+        )
+        assert seen["partition"]["zero_optimization"].items() <= zero.items(), (
+            "one config for cutting and for the engine"
+        )
+    else:
+        assert "partition" not in seen
 
 
 @pytest.mark.slow
@@ -61,7 +136,7 @@ def test_the_loss_and_a_block_become_triton_code() -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     }
-    command = [sys.executable, str(ROOT / "tests/fake_inductor.py")]
+    command = [sys.executable, str(ROOT / "tests/support/fake_inductor.py")]
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.returncode == 0, run.stdout
     counts = {

@@ -11,7 +11,7 @@ import torch
 from processes import Finished, Launch, run_training
 from safetensors.torch import load_file
 
-from acc_lm.history import read
+from acc_lm.run_files.metrics_file import read
 
 EACH_STEP = ["training.log_every=1", "training.max_steps=8", "checkpoint.every=4", "checkpoint.keep_last=20"]
 USUAL = {"init_scale": 2.0**16, "growth_interval": 2000}
@@ -30,11 +30,11 @@ def train_in_fp16(
     def run() -> int:
         import accelerate
 
-        import acc_lm.step
+        import acc_lm.training
         import train
         from acc_lm.runtime import launch
 
-        start, one_step = accelerate.Accelerator.__init__, acc_lm.step.train_step
+        start, one_step = accelerate.Accelerator.__init__, acc_lm.training.train_step
 
         def init(self: Any, *positional: Any, **keywords: Any) -> None:
             start(self, *positional, **keywords)
@@ -57,7 +57,7 @@ def train_in_fp16(
                 handle.remove()
             return result
 
-        accelerate.Accelerator.__init__, acc_lm.step.train_step = init, train_step  # type: ignore[assignment]
+        accelerate.Accelerator.__init__, acc_lm.training.train_step = init, train_step  # type: ignore[assignment]
         launch._checked_precision = lambda *_, **__: "fp16"
         return train.main([*arguments, "training.mixed_precision=fp16"])
 

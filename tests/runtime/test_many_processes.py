@@ -26,10 +26,10 @@ def one_step(rank: int, world: int) -> dict[str, Any]:
 
     from acc_lm import runtime
     from acc_lm.config import Config, TokenizerConfig
-    from acc_lm.model import build_model
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.step import train_step
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.modeling.build import build_model
+    from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.text.tokenizer import make_tokenizer
+    from acc_lm.training.step import train_step
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     config = Config.model_validate(

@@ -13,7 +13,7 @@ from backends import STRATEGY
 from processes import ROOT, Finished, Launch, launcher_environment, run_training
 
 from acc_lm.config import Config
-from acc_lm.history import read
+from acc_lm.run_files.metrics_file import read
 
 FIND = "training.find_micro_batch_size=true"
 

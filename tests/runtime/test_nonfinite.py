@@ -13,7 +13,7 @@ import pytest
 import torch
 from processes import Finished, Launch
 
-from acc_lm.history import read
+from acc_lm.run_files.metrics_file import read
 
 
 def train_with_bad_losses(
@@ -22,10 +22,10 @@ def train_with_bad_losses(
     """The last process's loss is multiplied by `value` in some steps."""
 
     def run() -> int:
-        import acc_lm.step
+        import acc_lm.training
         import train
 
-        original = acc_lm.step.train_step
+        original = acc_lm.training.train_step
 
         def train_step(accelerator: Any, *positional: Any, step: int, **keywords: Any) -> Any:
             backward = accelerator.backward
@@ -35,7 +35,7 @@ def train_with_bad_losses(
             accelerator.backward = backward
             return replace(result, nll=result.nll * value) if step in bad_steps else result
 
-        acc_lm.step.train_step = train_step  # type: ignore[assignment]
+        acc_lm.training.train_step = train_step  # type: ignore[assignment]
         return train.main(arguments)
 
     return Launch(run, num_processes).wait(60)
@@ -46,7 +46,7 @@ def train_with_bad_losses(
 def test_a_single_bad_step_is_skipped_counted_and_dumped(
     value: float, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    from acc_lm.order import RowOrder
+    from acc_lm.rows.order import RowOrder
 
     run = tmp_path / "run"
     finished = train_with_bad_losses(tiny, (3,), num_processes, value)
@@ -129,16 +129,16 @@ def test_two_bad_steps_with_a_good_one_between_them_do_not_end_it(tiny: list[str
 
 def test_a_loss_that_is_no_number_under_a_finite_gradient_ends_the_run(tiny: list[str], tmp_path: Path) -> None:
     def run() -> int:
-        import acc_lm.step
+        import acc_lm.training
         import train
 
-        original = acc_lm.step.train_step
+        original = acc_lm.training.train_step
 
         def train_step(*positional: Any, step: int, **keywords: Any) -> Any:
             result = original(*positional, step=step, **keywords)
             return replace(result, nll=result.nll * float("nan")) if step == 4 else result
 
-        acc_lm.step.train_step = train_step
+        acc_lm.training.train_step = train_step
         return train.main(tiny)
 
     finished = Launch(run).wait()
@@ -148,11 +148,11 @@ def test_a_loss_that_is_no_number_under_a_finite_gradient_ends_the_run(tiny: lis
 
 def test_a_batch_without_any_target_is_no_divergence(tiny: list[str], tmp_path: Path) -> None:
     def run() -> int:
-        import acc_lm.data
+        import acc_lm.rows.text_rows
         import train
 
-        original = acc_lm.data.Rows.__getitems__
-        count = acc_lm.data.Rows.count_targets
+        original = acc_lm.rows.text_rows.Rows.__getitems__
+        count = acc_lm.rows.text_rows.Rows.count_targets
 
         def getitems(self: Any, rows: Any) -> Any:
             batch = original(self, rows)
@@ -161,11 +161,13 @@ def test_a_batch_without_any_target_is_no_divergence(tiny: list[str], tmp_path: 
             batch["targets"][np.isin(np.asarray(rows), empty)] = -100
             return batch
 
-        from acc_lm.order import RowOrder
+        from acc_lm.rows.order import RowOrder
 
         empty = RowOrder(7, 385, 12).rows_at(4)
-        acc_lm.data.Rows.__getitems__ = getitems  # type: ignore[method-assign]
-        acc_lm.data.Rows.count_targets = lambda self, rows: 0 if set(rows) == set(empty) else count(self, rows)  # type: ignore[method-assign]
+        acc_lm.rows.text_rows.Rows.__getitems__ = getitems  # type: ignore[method-assign]
+        acc_lm.rows.text_rows.Rows.count_targets = lambda self, rows: (
+            0 if set(rows) == set(empty) else count(self, rows)
+        )  # type: ignore[method-assign]
         return train.main([*tiny, "training.log_every=1"])
 
     finished = Launch(run).wait()
@@ -188,11 +190,11 @@ def test_fp16_skips_and_counts_and_ends_only_by_losses_or_without_a_scale(
     from types import SimpleNamespace
 
     from acc_lm.config import TrainingConfig
-    from acc_lm.divergence import Watch
     from acc_lm.errors import DivergedError
-    from acc_lm.order import RowOrder
+    from acc_lm.rows.order import RowOrder
     from acc_lm.runtime import Gradients
-    from acc_lm.step import StepResult
+    from acc_lm.training.divergence import Watch
+    from acc_lm.training.step import StepResult
 
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     model = torch.nn.Linear(2, 1)

@@ -44,7 +44,7 @@ def start(tiny: list[str], num_processes: int, sabotage: object, config: str = "
 def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank == victim:
-            wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGKILL), 4)
+            wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), signal.SIGKILL), 4)
 
     before = {
         "status": "preempted",
@@ -77,7 +77,7 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
 def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank == 1:
-            wrap("acc_lm.step.train_step", lambda: os.kill(os.getpid(), signal.SIGSTOP), 4)
+            wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), signal.SIGSTOP), 4)
 
     hasty = [*tiny, "distributed.timeout_seconds=4", "distributed.step_timeout_seconds=1"]
     started = time.monotonic()
@@ -96,7 +96,11 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_pa
 @pytest.mark.slow
 def test_reading_and_writing_a_whole_model_may_take_longer_than_the_timeout(tiny: list[str], tmp_path: Path) -> None:
     """The main process does it alone, while the others wait for it."""
-    places = ("acc_lm.retention._find", "acc_lm.model.make_ready", "acc_lm.export.model_card")
+    places = (
+        "acc_lm.checkpointing.format._find",
+        "acc_lm.modeling.build.make_ready",
+        "acc_lm.export.export.model_card",
+    )
 
     def sabotage(rank: int) -> None:
         for place in places if rank == 0 else ():
@@ -135,7 +139,7 @@ def test_a_process_that_dies_is_named_where_collectives_do_not_raise(
     def sabotage(rank: int) -> None:
         without_raising()
         die = partial(os.kill, os.getpid(), signal.SIGKILL)
-        wrap("acc_lm.step.train_step", die if rank == victim else stand_still, 4)
+        wrap("acc_lm.training.train_step", die if rank == victim else stand_still, 4)
 
     launch = start(tiny, 2, sabotage)
     finished = launch.wait(60)
@@ -155,7 +159,7 @@ def test_a_device_that_gets_no_further_ends_the_run_after_the_timeout(tiny: list
 
     def sabotage(rank: int) -> None:
         without_raising()
-        wrap("acc_lm.step.train_step", stand_still if rank == 0 else partial(time.sleep, 3600), 4)
+        wrap("acc_lm.training.train_step", stand_still if rank == 0 else partial(time.sleep, 3600), 4)
 
     started = time.monotonic()
     finished = start([*tiny, "distributed.timeout_seconds=3"], 2, sabotage).wait(60)
@@ -174,7 +178,7 @@ def test_only_the_death_of_a_process_that_was_in_sight_is_seen(
     is_in_sight: bool, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two containers may have one host name, and neither sees the processes of the other."""
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
     from acc_lm.runtime import peers
 
     other = subprocess.Popen(["sleep", "60"])
@@ -216,7 +220,7 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path:
         peers.SILENT_SECONDS = 1.5
         peers.platform = SimpleNamespace(node=lambda: f"machine{rank}", python_version=lambda: "3")  # type: ignore[assignment]
         stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
-        wrap("acc_lm.step.train_step", stop if rank == 1 else stand_still, 4)
+        wrap("acc_lm.training.train_step", stop if rank == 1 else stand_still, 4)
 
     launch = start(tiny, 2, sabotage)
     while not (tmp_path / "run/summary.json").exists():
@@ -252,10 +256,14 @@ def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny
         errors.LAUNCHER_SECONDS = 1.5
         original, Peers.__init__ = Peers.__init__, begin  # type: ignore[method-assign]
         closed, runtime.close = runtime.close, close
-        for place in ("acc_lm.step.train_step", "acc_lm.evaluation.evaluate_all", "acc_lm.saving._write_checkpoint"):
+        for place in (
+            "acc_lm.training.train_step",
+            "acc_lm.training.watching.evaluate_all",
+            "acc_lm.checkpointing.writing.write_checkpoint",
+        ):
             wrap(place, partial(time.sleep, 0.7 if rank == 0 else 0.0))
         if fails:
-            wrap("acc_lm.step.train_step", diverge, 4)
+            wrap("acc_lm.training.train_step", diverge, 4)
 
     finished = start(tiny, 2, sabotage).wait(60)
     assert finished.codes == ([6, 6] if fails else [0, 0]), finished.outputs
@@ -290,14 +298,14 @@ def test_processes_with_other_code_or_text_refuse_before_the_first_step(tiny: li
             else:
                 import acc_lm.data
 
-                original = acc_lm.data.build_data
+                original = acc_lm.training.run.build_data
 
                 def build_data(*arguments: object) -> object:
                     data = original(*arguments)  # type: ignore[arg-type]
                     object.__setattr__(data, "key", "another")
                     return data
 
-                acc_lm.data.build_data = build_data  # type: ignore[assignment]
+                acc_lm.training.run.build_data = build_data  # type: ignore[assignment]
 
         return change
 
@@ -315,7 +323,7 @@ def test_an_ordinary_error_on_one_process_keeps_its_traceback(tiny: list[str], t
 
     def sabotage(rank: int) -> None:
         if rank == 1:
-            wrap("acc_lm.step.train_step", fail, 4)
+            wrap("acc_lm.training.train_step", fail, 4)
 
     finished = start(tiny, 2, sabotage).wait(60)
     assert finished.codes[1] == 1
@@ -354,15 +362,15 @@ def test_a_process_that_holds_up_the_others_is_named_once(config: str, tiny: lis
     def sabotage(rank: int) -> None:
         if rank != 1:
             return
-        import acc_lm.step
+        import acc_lm.training
 
-        original = acc_lm.step.train_step
+        original = acc_lm.training.train_step
 
         def slow(*positional: Any, **keywords: Any) -> Any:
             time.sleep(0.3)
             return original(*positional, **keywords)
 
-        acc_lm.step.train_step = slow
+        acc_lm.training.train_step = slow
 
     finished = start([*tiny, "training.max_steps=8"], 2, sabotage, config).wait(60)
     assert finished.codes == [0, 0], finished.outputs

@@ -272,9 +272,11 @@ def test_what_a_recipe_cannot_get_from_a_launch_is_the_same_line_from_the_doctor
 
 def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One alone is left over from another launch, or a launcher forgot its fellows."""
-    from acc_lm.errors import MachineError, is_main_process
+    from acc_lm.errors import MachineError
+    from acc_lm.launcher import is_main_process
+    from acc_lm.run_files.output_dir import open_output_dir
+    from acc_lm.run_files.summary import write_failure
     from acc_lm.runtime.launch import read_launch
-    from acc_lm.summary import open_output_dir, write_failure
 
     def read(**variables: str) -> tuple[str, int]:
         for name in list(os.environ):
@@ -520,7 +522,7 @@ HOOKS = {
 def test_the_communication_hook_of_the_recipe_is_registered_with_its_arguments(hook: str) -> None:
     def run() -> tuple[list[Any], list[float]]:
         from acc_lm.runtime import Gradients, build_accelerator
-        from acc_lm.step import train_step
+        from acc_lm.training.step import train_step
 
         arguments = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 7} if "power" in hook else {}
         if hook == "batched_power_sgd":

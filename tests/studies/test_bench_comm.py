@@ -25,7 +25,7 @@ def work(recipe: Path, config: str, parts: list[str], *overrides: str) -> dict[s
             "sizes": [4096], "devices": 0, "parts": parts}  # fmt: skip
 
     def run() -> dict[str, Any]:
-        from acc_lm.cli.comm_worker import Worker
+        from acc_lm.studies.bandwidth_worker import Worker
 
         return Worker(plan, 2).run()
 
@@ -125,16 +125,16 @@ def test_bench_comm_refuses_what_it_cannot_do_in_one_line(
 def test_a_launch_that_fails_is_an_error_with_its_words(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from acc_lm.cli import bench_comm
+    from acc_lm.studies import bandwidth
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(bench_comm, "launch", lambda *arguments, **how: "error: no such thing")
+    monkeypatch.setattr(bandwidth, "launch", lambda *arguments, **how: "error: no such thing")
     assert main(["bench-comm", "--config", str(tiny_recipe)]) == MachineError.exit_code
     assert "error: the launch must run to its end, got: no such thing\n" in capsys.readouterr().err
 
 
 def test_launches_are_as_many_as_there_are_engines_with_buckets() -> None:
-    from acc_lm.cli.bench_comm import PARTS, _launches
+    from acc_lm.studies.bandwidth import PARTS, _launches
 
     def shown(devices: int, parts: tuple[str, ...]) -> list[tuple[str | None, int, list[str]]]:
         return [(file and file.stem, count, names) for file, count, names in _launches(ROOT, 4, devices, parts)]
@@ -146,7 +146,7 @@ def test_launches_are_as_many_as_there_are_engines_with_buckets() -> None:
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    from acc_lm.cli.bench_comm import read_sizes
+    from acc_lm.studies.bandwidth import read_sizes
 
     assert read_sizes("1MiB, 4KiB,64 kib,256,1GiB") == [256, 4096, 65536, 2**20, 2**30]
     with pytest.raises(ConfigError):
@@ -177,10 +177,10 @@ def test_a_collective_that_is_wrong_is_not_timed() -> None:
 def test_a_copy_for_data_parallel_computes_with_its_own_weights(tiny_recipe: Path) -> None:
     """As DataParallel copies a model: each module by itself, with what stands in its __dict__."""
     from acc_lm.config import ModelConfig, TokenizerConfig
-    from acc_lm.model import build_model
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
+    from acc_lm.modeling.build import build_model
     from acc_lm.runtime.communication import _Replicable
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.text.tokenizer import make_tokenizer
 
     config: ModelConfig = load_config(tiny_recipe).model
     model, _ = build_model(config, make_tokenizer(TokenizerConfig(kind="byte"), []), 32, 0)
@@ -209,7 +209,7 @@ def test_a_copy_for_data_parallel_computes_with_its_own_weights(tiny_recipe: Pat
 ])  # fmt: skip
 def test_power_sgd_in_several_buckets_is_refused_on_a_cpu_where_it_dies(cap: int, said: str, tiny_recipe: Path) -> None:
     def run() -> Any:
-        from acc_lm.cli.comm_worker import build
+        from acc_lm.studies.bandwidth_worker import build
 
         settings = ["distributed.comm_hook=power_sgd", "distributed.comm_hook_arguments={start_powerSGD_iter: 2}",
                     f"distributed.bucket_cap_mb={cap}", "training.micro_batch_size=1", WIDE]  # fmt: skip

@@ -33,7 +33,7 @@ def one_step(recipe: Path, config: str, num_processes: int, accumulation: int = 
 
     def run() -> dict[str, Any]:
         from acc_lm import runtime
-        from acc_lm.cli.comm_worker import build, measure
+        from acc_lm.studies.bandwidth_worker import build, measure
 
         case = build(recipe, ["training.micro_batch_size=2"], num_processes, accumulation)
         shapes = runtime.whole_shapes(case.model)
@@ -141,7 +141,7 @@ def test_a_counted_step_runs_what_is_compiled() -> None:
 
 def forked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Let launches fork from this process instead of starting anew; returns those that were asked for, as they come."""
-    from acc_lm.cli import scaling
+    from acc_lm.studies import scaling
 
     asked: list[tuple[int, str]] = []
 
@@ -234,7 +234,7 @@ def test_another_loss_on_more_processes_is_no_scaling(
     second: dict[str, Any], code: int, said: str,
     tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    from acc_lm.cli import scaling
+    from acc_lm.studies import scaling
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(scaling, "_measure", lambda case, *rest: measured(SAME) if case.num_processes == 1 else second)
@@ -286,7 +286,7 @@ def test_scaling_refuses_what_it_cannot_do_in_one_line(
 
 
 def test_more_processes_than_gpus_are_refused_and_cpu_processes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.cli.launching import check_num_processes
+    from acc_lm.studies.launching import check_num_processes
 
     check_num_processes(5, "--processes")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -301,7 +301,7 @@ def test_more_processes_than_gpus_are_refused_and_cpu_processes_are_not(monkeypa
 
 
 def test_a_step_takes_what_the_log_says_without_its_start() -> None:
-    from acc_lm.cli.scaling import seconds_of_steps
+    from acc_lm.studies.scaling import seconds_of_steps
 
     def log(step: int, tokens: float, rate: float) -> tuple[int, dict[str, float]]:
         return step, {"train/tokens": tokens, "train/tokens_per_second": rate}
@@ -312,7 +312,7 @@ def test_a_step_takes_what_the_log_says_without_its_start() -> None:
 
 
 def test_the_serial_share_is_karp_and_flatts() -> None:
-    from acc_lm.cli.scaling import serial_share
+    from acc_lm.studies.scaling import serial_share
 
     assert serial_share(1.0, 1) is None
     assert serial_share(4.0, 4) == pytest.approx(0)
@@ -322,7 +322,7 @@ def test_the_serial_share_is_karp_and_flatts() -> None:
 
 
 def test_a_speed_up_that_the_cores_cannot_give_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.cli.scaling import Row, doubts
+    from acc_lm.studies.scaling import Row, doubts
 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     rows = [Row("weak", count, 8, speed_up=speed_up) for count, speed_up in ((1, 1.0), (2, 2.05), (4, 2.4))]
@@ -352,7 +352,7 @@ def test_an_interrupted_command_ends_what_it_started(number: signal.Signals, tmp
     (tmp_path / "program.py").write_text(PARENT_OF_A_CHILD)
     log = tmp_path / "log"
     command = (
-        "import sys; from pathlib import Path; from acc_lm.cli.launching import launch, signals_end_it\n"
+        "import sys; from pathlib import Path; from acc_lm.studies.launching import launch, signals_end_it\n"
         "with signals_end_it():\n"
         "    launch([sys.argv[1]], None, 1, Path(sys.argv[2]), 600)"
     )
@@ -375,7 +375,7 @@ def test_an_interrupted_command_ends_what_it_started(number: signal.Signals, tmp
 
 def test_a_wait_that_a_signal_broke_off_keeps_no_process_alive() -> None:
     """Between taking the lock of a Popen and looking after the process nothing lets it go again."""
-    from acc_lm.cli.launching import _end
+    from acc_lm.studies.launching import _end
 
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     process._waitpid_lock.acquire()  # type: ignore[attr-defined]
@@ -392,7 +392,7 @@ def is_alive(process: int) -> bool:
 
 
 def test_an_interrupted_verb_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from acc_lm.cli import scaling
+    from acc_lm.studies import scaling
 
     def interrupted(*arguments: Any) -> int:
         raise KeyboardInterrupt
@@ -403,7 +403,7 @@ def test_an_interrupted_verb_ends_with_130(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_launch_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
-    from acc_lm.cli.launching import launch
+    from acc_lm.studies.launching import launch
 
     file, log = tmp_path / "program.py", tmp_path / "log"
     file.write_text("import sys; print('error: first'); print('error: second'); sys.exit(2)")

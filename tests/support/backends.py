@@ -82,6 +82,8 @@ class Curve:
 class RaggedRows(torch.utils.data.Dataset):
     """Rows with very different numbers of targets; some have none."""
 
+    sequence_length, packs, padded_lengths = LENGTH, False, None
+
     def __init__(self, num_rows: int, seed: int) -> None:
         self.ids = torch.randint(0, 257, (num_rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
         self.ids[:, 1::2] = self.ids[:, 0:-1:2] // 2  # something to learn
@@ -140,19 +142,19 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
 def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None = None) -> Curve:
     """Train one scenario in this process group; called by every process of it."""
     from acc_lm import runtime
-    from acc_lm.checkpoint import load_checkpoint
+    from acc_lm.checkpointing.format import open_checkpoint
+    from acc_lm.checkpointing.loading import load_checkpoint
+    from acc_lm.checkpointing.saving import save_checkpoint
     from acc_lm.config import TokenizerConfig
-    from acc_lm.evaluation import evaluate_rows
-    from acc_lm.model import build_empty_model, build_model
-    from acc_lm.optimizer import build_optimizer, set_learning_rate
-    from acc_lm.order import MicroBatches, RowOrder
+    from acc_lm.evaluation.held_out import evaluate_rows
+    from acc_lm.modeling.build import build_empty_model, build_model
+    from acc_lm.optimization.optimizer import build_optimizer, set_learning_rate
+    from acc_lm.optimization.schedule import build_schedule
     from acc_lm.progress import Progress
-    from acc_lm.retention import open_checkpoint
-    from acc_lm.rows import build_loader
-    from acc_lm.saving import save_checkpoint
-    from acc_lm.schedule import build_schedule
-    from acc_lm.step import in_steps, train_step
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.rows.loader import MicroBatches, build_loader
+    from acc_lm.rows.order import RowOrder
+    from acc_lm.text.tokenizer import make_tokenizer
+    from acc_lm.training.step import in_steps, train_step
 
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     seed = int(os.environ.get("RANK", "0")) if scenario.seed_by_process else 0
@@ -221,7 +223,7 @@ def digest(accelerator: Any, model: Any, optimizer: Any) -> str:
     """Of the whole weights, in full precision, however they are spread."""
     import hashlib
 
-    from acc_lm.export import whole_weights
+    from acc_lm.export.export import whole_weights
     from acc_lm.runtime import on_main
 
     weights = whole_weights(accelerator, model, optimizer)

@@ -1,6 +1,6 @@
 """train.py on a GPU that is not there: its tensors have a shape, a type and the device `cuda:0`, and no memory (torch's FakeTensor).
 
-    python tests/fake_cuda.py [key=value ...]           overrides of a small recipe; needs g++ once, and no CUDA build of torch
+    python tests/support/fake_cuda.py [key=value ...]           overrides of a small recipe; needs g++ once, and no CUDA build of torch
 
 Finds branches for CUDA that raise, operators that are given two devices or types, and, printed by place, where the host waits for
 the device, copies from memory that is not pinned, or gets attention without a fused kernel. Finds no wrong number, no race, no
@@ -272,17 +272,21 @@ def main(overrides: list[str]) -> int:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    import acc_lm.divergence
-    import acc_lm.export
-    import acc_lm.history
-    import acc_lm.model
-    import acc_lm.saving
-    import acc_lm.step
+    import acc_lm.checkpointing.saving
+    import acc_lm.modeling.build
+    import acc_lm.modeling.checks
+    import acc_lm.run_files.metrics_file
+    import acc_lm.training
+    import acc_lm.training.divergence
     import train
 
     output = Path(tempfile.mkdtemp())
     mode, empty = FakeTensorMode(allow_non_fake_inputs=True), torch.empty
-    build, step, look = acc_lm.model.build_model, acc_lm.step.train_step, acc_lm.divergence.Watch.look
+    build, step, look = (
+        acc_lm.modeling.build.build_model,
+        acc_lm.training.train_step,
+        acc_lm.training.divergence.Watch.look,
+    )
 
     def build_model(*args: Any, **kwargs: Any) -> Any:
         model, facts = outside(build)(*args, **kwargs)
@@ -304,12 +308,13 @@ def main(overrides: list[str]) -> int:
     changes = pretended_gpu() | {
         torch: {"empty": lambda *sizes, pin_memory=False, **how: empty(*sizes, **how)},
         FakeTensor: {"tolist": tolist},
-        acc_lm.model: {"check_model": outside(acc_lm.model.check_model), "build_model": build_model},
-        acc_lm.step: {"train_step": train_step},
-        acc_lm.divergence.Watch: {"look": look_at_log},
-        acc_lm.saving: {"_write_checkpoint": write},
-        acc_lm.export: {"export_model": lambda *_, **__: output / "run/final"},
-        acc_lm.history: {"draw": lambda *_: None},
+        acc_lm.modeling.checks: {"check_model": outside(acc_lm.modeling.checks.check_model)},
+        acc_lm.training.run: {"build_model": build_model},
+        acc_lm.training: {"train_step": train_step},
+        acc_lm.training.divergence.Watch: {"look": look_at_log},
+        acc_lm.checkpointing.saving: {"write_checkpoint": write},
+        acc_lm.training.ending: {"export_model": lambda *_, **__: output / "run/final"},
+        acc_lm.run_files.metrics_file: {"draw": lambda *_: None},
     }
     with changed(changes), mode, Watcher(), torch.compiler.set_stance("force_eager"):
         code = train.main([*RECIPE, f"output_dir={output / 'run'}", *overrides])

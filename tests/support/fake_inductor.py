@@ -1,6 +1,6 @@
 """The code that torch.compile would generate for a GPU, on tensors of a GPU that is not there (see fake_cuda.py). Needs Triton, which compiles nothing here.
 
-    python tests/fake_inductor.py          prints, for the forward of the fused loss (which makes its gradients) and of one block: Triton kernels, and calls of others
+    python tests/support/fake_inductor.py          prints, for the forward of the fused loss (which makes its gradients) and of one block: Triton kernels, and calls of others
 
 Finds operators that Inductor cannot lower. Nothing is compiled to machine code or run.
 """
@@ -23,7 +23,7 @@ def main() -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    from acc_lm import losses
+    from acc_lm.modeling import losses
 
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, warp_size=32, L2_cache_size=50 << 20,

@@ -29,14 +29,16 @@ from processes import ROOT, Finished, Launch, run_training
 from ruamel.yaml import YAML
 from test_chat import FAMILIES, LONG, decoded, rendered, tokenizer_of
 
-from acc_lm.chat import build_items, load_template
+from acc_lm.chat.conversations import ChatPlan
+from acc_lm.chat.items import build_items
+from acc_lm.chat.template import load_template
 from acc_lm.config import Config, DataConfig, OptimizerConfig, ScheduleConfig, Section, TokenizerConfig
-from acc_lm.conversations import ChatPlan
+from acc_lm.config.loading import dump_config, load_config
 from acc_lm.data import build_data
 from acc_lm.errors import DataError, UserError
-from acc_lm.recipe import dump_config, load_config
-from acc_lm.schedule import build_schedule
-from acc_lm.sources import RECORD_SUFFIXES, Document, Skipped
+from acc_lm.optimization.schedule import build_schedule
+from acc_lm.text.documents import Document, Skipped
+from acc_lm.text.files import RECORD_SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -493,8 +495,11 @@ def use_damaged_run(case: tuple[bool, list[tuple[str, str, int, bytes]], str]) -
     with tempfile.TemporaryDirectory(prefix="acc-lm-fuzz-") as folder:
         run = Path(folder, "run")
         shutil.copytree((whole if is_whole else stopped) / "run", run, symlinks=True)
+        shutil.copytree(
+            whole / "run", Path(folder, "other/run"), symlinks=True
+        )  # one damage may link to it, and another go through
         for name, how, share, new in damages:
-            damage_file(Path(folder, name), how, share, new, (whole / name).resolve())
+            damage_file(Path(folder, name), how, share, new, Path(folder, "other", name))
         if verb in ("train", "eval"):
             finished = run_training(["--config", str(tiny_recipe()), f"output_dir={run}", *VERBS[verb]], expect=None)
         else:

@@ -15,13 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from acc_lm.adapter import add_adapter
 from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError, UserError
-from acc_lm.losses import IGNORE_INDEX
-from acc_lm.model import build_model, check_model, scratch_config
-from acc_lm.router import RouterLoss
-from acc_lm.tokenizer import make_tokenizer
+from acc_lm.modeling.adapter import add_adapter
+from acc_lm.modeling.build import build_model
+from acc_lm.modeling.checks import check_model
+from acc_lm.modeling.pretrained import scratch_config
+from acc_lm.modeling.router import RouterLoss
+from acc_lm.rows.batch import IGNORE_INDEX
+from acc_lm.text.tokenizer import make_tokenizer
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LENGTH = 24

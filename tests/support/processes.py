@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from acc_lm import errors
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # Read before conftest.py gives the tests a cache of their own: a minute of compiling is not to be done in every test run.
 KEPT_CACHE = Path(os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm-tests").expanduser()
 GRACE_SECONDS = 20

@@ -16,12 +16,13 @@ from test_checkpoint import steps_of
 from test_resume import assert_equal_runs
 from test_stop import tell, train_with, wrap
 
+from acc_lm.checkpointing.format import MANIFEST, STATE, Checkpoint
+from acc_lm.checkpointing.rotation import rotate
 from acc_lm.config import CheckpointConfig, TrainingConfig
-from acc_lm.early_stopping import EarlyStopping
+from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
-from acc_lm.history import read
-from acc_lm.recipe import load_config
-from acc_lm.retention import MANIFEST, STATE, Checkpoint, rotate
+from acc_lm.run_files.metrics_file import read
+from acc_lm.training.early_stopping import EarlyStopping
 
 # The rate is so high that the loss falls to step 4 and has risen at step 6, far beyond any rounding.
 WORSE = ["training.max_steps=24", "schedule.warmup_steps=12", "optimizer.learning_rate=1.0", "training.eval_every=2", "checkpoint.every=3",
@@ -89,7 +90,7 @@ def evaluations(run: Path) -> dict[int, float]:
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    from acc_lm.checkpoint import read_tensors
+    from acc_lm.checkpointing.loading import read_tensors
 
     return {key: tensor.numpy().tobytes() for key, tensor in read_tensors(folder) if key.startswith("param/")}
 
@@ -142,9 +143,9 @@ def test_killed_it_comes_to_the_same_end(moment: str, whole: Path, tiny_recipe: 
     run = tmp_path / "run"
     arguments = ["--config", str(tiny_recipe), *STOPS, f"output_dir={run}"]
     place = {
-        "counting": ("acc_lm.step.train_step", LAST),
-        "after the evaluation that ends it": ("acc_lm.history.draw", 3),
-        "the export": ("acc_lm.export.whole_weights", 1),
+        "counting": ("acc_lm.training.train_step", LAST),
+        "after the evaluation that ends it": ("acc_lm.run_files.metrics_file.draw", 3),
+        "the export": ("acc_lm.export.export.whole_weights", 1),
     }[moment]
     killed = train_with(arguments, lambda: wrap(place[0], lambda: os.kill(os.getpid(), signal.SIGKILL), place[1]))
     assert killed.codes == [-signal.SIGKILL]
@@ -160,10 +161,10 @@ def test_stopped_where_an_evaluation_is_due_it_counts_it_later(
     """The checkpoint knows nothing of the evaluation that made it the best, or that ends the run; killed again after it was made up for."""
     step, run = LAST if which == "last" else BEST, tmp_path / "run"
     arguments = ["--config", str(tiny_recipe), *STOPS, f"output_dir={run}"]
-    assert train_with(arguments, lambda: wrap("acc_lm.step.train_step", tell, step)).codes == [75]
+    assert train_with(arguments, lambda: wrap("acc_lm.training.train_step", tell, step)).codes == [75]
     assert max(evaluations(run)) == step - 2
     again = train_with(
-        arguments, lambda: wrap("acc_lm.order.MicroBatches", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        arguments, lambda: wrap("acc_lm.training.run.MicroBatches", lambda: os.kill(os.getpid(), signal.SIGKILL))
     )
     assert again.codes == [-signal.SIGKILL]
     assert max(evaluations(run)) == step

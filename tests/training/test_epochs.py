@@ -17,8 +17,8 @@ from test_resume import assert_equal_logs, metrics_of
 from test_stop import tell, train_with, wrap
 from test_tracking import scalars_of
 
-from acc_lm.console import Bar
-from acc_lm.history import read
+from acc_lm.reporting.console import Bar
+from acc_lm.run_files.metrics_file import read
 
 # Fewer rows than usual: a pass takes between 3 and 4 steps, so that some steps span two.
 EPOCHS = ["training.max_steps=null", "training.num_epochs=3", "training.log_every=5", "data.sequence_length=320", "training.micro_batch_size=6",
@@ -41,10 +41,10 @@ def whole(
     sums = run.with_name("sums.jsonl")
 
     def train() -> int:
-        import acc_lm.step
+        import acc_lm.training
         import train as program
 
-        original = acc_lm.step.train_step
+        original = acc_lm.training.train_step
 
         def train_step(*positional: Any, **keywords: Any) -> Any:
             outcome = original(*positional, **keywords)
@@ -52,7 +52,7 @@ def whole(
                 file.write(json.dumps([float(outcome.nll), outcome.num_targets]) + "\n")
             return outcome
 
-        acc_lm.step.train_step = train_step  # type: ignore[assignment]
+        acc_lm.training.train_step = train_step  # type: ignore[assignment]
         options = ["--config", str(tiny_recipe), *EPOCHS, f"output_dir={run}", "tracking.report_to=[tensorboard]"]
         return program.main(options)
 
@@ -105,10 +105,10 @@ def kill() -> None:
 
 
 MOMENTS: dict[str, tuple[Callable[[], None], str, int]] = {
-    "killed in the middle of a pass": (kill, "acc_lm.step.train_step", 6),
-    "killed right after a report": (kill, "acc_lm.console.Bar", 0),
-    "stopped in the middle of a pass": (tell, "acc_lm.step.train_step", 5),
-    "stopped where a pass ends": (tell, "acc_lm.step.train_step", 0),
+    "killed in the middle of a pass": (kill, "acc_lm.training.train_step", 6),
+    "killed right after a report": (kill, "acc_lm.training.reporter.Bar", 0),
+    "stopped in the middle of a pass": (tell, "acc_lm.training.train_step", 5),
+    "stopped where a pass ends": (tell, "acc_lm.training.train_step", 0),
 }
 
 
@@ -124,9 +124,11 @@ def test_an_interruption_changes_no_report(
 
     def prepare() -> None:
         if moment == "killed right after a report":
-            import acc_lm.console
+            import acc_lm.reporting.console
 
-            acc_lm.console.Bar.show_epoch = lambda bar, metrics: kill() if metrics["epoch/number"] == 2 else None  # type: ignore[method-assign]
+            acc_lm.reporting.console.Bar.show_epoch = lambda bar, metrics: (
+                kill() if metrics["epoch/number"] == 2 else None
+            )  # type: ignore[method-assign]
         else:
             wrap(place, action, call or second)
 
@@ -135,7 +137,7 @@ def test_an_interruption_changes_no_report(
     if moment == "stopped where a pass ends":
         assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the run that goes on"
         # It tells both, and dies before it saves.
-        assert train_with(arguments, lambda: wrap("acc_lm.order.MicroBatches", kill)).codes == [-signal.SIGKILL]
+        assert train_with(arguments, lambda: wrap("acc_lm.training.run.MicroBatches", kill)).codes == [-signal.SIGKILL]
         assert list(reports(run)) == [1, 2]
     run_training(arguments)
     assert_equal_logs(whole[0], run)
@@ -161,7 +163,7 @@ def test_reports_do_not_depend_on_the_engine(
 
 def test_a_checkpoint_of_before_begins_with_the_steps_after_it(tiny: list[str], tmp_path: Path) -> None:
     """It has none of the sums: the first report is of the steps from there on, and says no more."""
-    from acc_lm.retention import checksum
+    from acc_lm.checkpointing.format import checksum
 
     arguments = [*tiny, *EPOCHS]
     run_training([*arguments, "training.num_epochs=1"])

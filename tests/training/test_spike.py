@@ -14,8 +14,8 @@ from processes import Finished, Launch
 from test_nonfinite import train_with_bad_losses
 from test_resume import assert_equal_runs, different, tensors_of
 
-from acc_lm.history import read
-from acc_lm.retention import MANIFEST, STATE, checksum
+from acc_lm.checkpointing.format import MANIFEST, STATE, checksum
+from acc_lm.run_files.metrics_file import read
 
 LONG = ["training.max_steps=30", "checkpoint.every=6", "checkpoint.keep_last=null", "training.log_every=5", "training.eval_every=null",
         "training.micro_batch_size=6"]  # fmt: skip
@@ -27,10 +27,10 @@ def train_disturbed(arguments: list[str], num_processes: int = 1, times: int = 1
     """Weights are spoilt after a step, as a batch from hell would; each time that the step comes by, or so many times."""
 
     def run() -> int:
-        import acc_lm.step
+        import acc_lm.training
         import train
 
-        original = acc_lm.step.train_step
+        original = acc_lm.training.train_step
         left = [times]
 
         def train_step(accelerator: Any, model: Any, *positional: Any, step: int, **keywords: Any) -> Any:
@@ -44,7 +44,7 @@ def train_disturbed(arguments: list[str], num_processes: int = 1, times: int = 1
                 os.kill(os.getpid(), signal.SIGKILL)
             return outcome
 
-        acc_lm.step.train_step = train_step  # type: ignore[assignment]
+        acc_lm.training.train_step = train_step  # type: ignore[assignment]
         return train.main(arguments)
 
     return Launch(run, num_processes).wait(60)
@@ -114,7 +114,7 @@ def test_without_a_checkpoint_there_is_nothing_to_rewind_to(tiny: list[str], tmp
 def test_an_ordinary_noisy_loss_is_no_jump() -> None:
     """A falling loss with the noise of small batches, over 3000 steps; a jump of 3 nats in it is one."""
     from acc_lm.config import TrainingConfig
-    from acc_lm.divergence import Watch
+    from acc_lm.training.divergence import Watch
 
     generator = torch.Generator().manual_seed(0)
     steps = torch.arange(1, 3001)
@@ -138,7 +138,7 @@ def test_an_ordinary_noisy_loss_is_no_jump() -> None:
 def test_a_threshold_is_in_standard_deviations_of_the_losses_before() -> None:
     """Losses 3 - 0.2, 3 and 3 + 0.2 in turn: their median deviation is 0.2, a normal distribution's of 1.4826 * 0.2."""
     from acc_lm.config import TrainingConfig
-    from acc_lm.divergence import Watch
+    from acc_lm.training.divergence import Watch
 
     class Alone:
         mixed_precision, is_main_process = "no", False

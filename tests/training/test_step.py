@@ -37,8 +37,9 @@ def make_model(name: str, dtype: str) -> Any:
     """The model with its loss installed, as `build_model` makes it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from acc_lm.attention import choose_attention
-    from acc_lm.model import DTYPES, install_loss
+    from acc_lm.modeling.attention import choose_attention
+    from acc_lm.modeling.build import DTYPES
+    from acc_lm.modeling.loss_head import install_loss
 
     torch.manual_seed(0)
     values = dict(MODELS[name])
@@ -52,6 +53,8 @@ def make_model(name: str, dtype: str) -> Any:
 
 class RaggedRows(torch.utils.data.Dataset):
     """Rows with very different numbers of targets; `empty` ones have none."""
+
+    sequence_length, packs, padded_lengths = LENGTH, False, None
 
     def __init__(self, empty: set[int]) -> None:
         self.ids = torch.randint(0, 64, (NUM_ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -75,12 +78,12 @@ def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int
     """(loss, gradient norm) of each of 20 steps, as the main process sees them."""
 
     def run() -> list[tuple[float, float]]:
-        from acc_lm.optimizer import build_optimizer, set_learning_rate
-        from acc_lm.order import MicroBatches, RowOrder
-        from acc_lm.rows import build_loader
+        from acc_lm.optimization.optimizer import build_optimizer, set_learning_rate
+        from acc_lm.optimization.schedule import build_schedule
+        from acc_lm.rows.loader import MicroBatches, build_loader
+        from acc_lm.rows.order import RowOrder
         from acc_lm.runtime import Gradients, build_accelerator, identify, prepare
-        from acc_lm.schedule import build_schedule
-        from acc_lm.step import in_steps, train_step
+        from acc_lm.training.step import in_steps, train_step
 
         config = make_config(GLOBAL_BATCH, micro_batch_size)
         accelerator = build_accelerator(config)
@@ -135,7 +138,7 @@ def test_the_first_step_is_the_mean_loss_over_the_targets_of_the_batch(name: str
     """Against torch's own mean over all targets at once, on transformers' own logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from acc_lm.order import RowOrder
+    from acc_lm.rows.order import RowOrder
 
     torch.manual_seed(0)
     values = dict(MODELS[name])
@@ -191,7 +194,7 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         from acc_lm.runtime import Gradients, build_accelerator
-        from acc_lm.step import train_step
+        from acc_lm.training.step import train_step
 
         accelerator = build_accelerator(make_config(12, 2))
         assert accelerator.gradient_accumulation_steps == 3
@@ -218,6 +221,37 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
         assert first_buckets == 4
 
 
+@pytest.mark.parametrize("num_targets", [0, 1])
+def test_a_global_batch_of_one_target_or_none(num_targets: int) -> None:
+    """Its gradient is that of the one loss, and 0 without any."""
+
+    def run() -> tuple[float, float]:
+        from acc_lm.runtime import Gradients, build_accelerator
+        from acc_lm.training.step import train_step
+
+        accelerator = build_accelerator(make_config(2, 1))
+        model = make_model("llama", "float32")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        batch = RaggedRows(empty=set()).__getitems__([1, 2])
+        kept = batch["targets"][0, 3].item()
+        batch["targets"][:] = -100
+        if num_targets:
+            batch["targets"][0, 3] = kept
+        model(**batch).backward()
+        expected = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+        model.zero_grad()
+        rows = [{name: tensor[[i]] for name, tensor in batch.items()} for i in (0, 1)]
+        outcome = train_step(
+            accelerator, model, optimizer, rows, step=1, seed=0, num_targets=num_targets, max_grad_norm=None,
+            gradients=Gradients(accelerator, model),
+        )  # fmt: skip
+        return float(outcome.grad_norm), expected
+
+    ((norm, expected),) = run_everywhere(run, 1)
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert (expected > 0) == bool(num_targets)
+
+
 @pytest.mark.parametrize("model_name", ["llama", "gpt2"])
 def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
     """Reading one waits for the device; only a step that is logged may."""
@@ -225,8 +259,8 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
     def run() -> list[str]:
         from acc_lm.progress import Progress
         from acc_lm.runtime import Gradients, build_accelerator
-        from acc_lm.step import train_step
         from acc_lm.stop import StopRequest
+        from acc_lm.training.step import train_step
 
         accelerator = build_accelerator(make_config(12, 6))
         model = make_model(model_name, "float32")
@@ -260,7 +294,7 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
 
 
 def test_the_random_state_of_a_step_is_the_one_of_torch_manual_seed() -> None:
-    from acc_lm.step import set_random_state
+    from acc_lm.training.step import set_random_state
 
     torch.manual_seed(123456789)
     expected = torch.rand(5)
@@ -276,7 +310,7 @@ def test_a_step_looks_for_no_module_and_formats_no_stack() -> None:
         import traceback
 
         from acc_lm.runtime import Gradients, build_accelerator
-        from acc_lm.step import train_step
+        from acc_lm.training.step import train_step
 
         accelerator = build_accelerator(make_config(12, 6))
         model = make_model("llama", "float32")
@@ -314,7 +348,7 @@ def test_a_kind_of_device_that_knows_no_all_is_seeded_too(monkeypatch: pytest.Mo
 
     import torch.mps
 
-    from acc_lm.step import set_random_state
+    from acc_lm.training.step import set_random_state
 
     assert not hasattr(torch.mps, "manual_seed_all"), "then there is nothing special to do any more"
     seeded: list[int] = []

@@ -1,9 +1,9 @@
-"""Conversations on disk: records -> items of ids and targets, one split after the other, packed into rows when they are read.
+"""Conversations on disk: records -> items of ids and targets, split by split, packed into rows when they are read.
 
     records ──► chat.read_conversation ──► chat.build_items ──► <key>/{train,eval}{,_targets,_offsets}.bin ──► PackedRows
 
-Until they are tokenised, records travel as documents whose text is their JSON, so that what finds, hashes, holds out and
-counts documents serves them too.
+Until they are tokenised, records travel as documents whose text is their JSON, so the code that finds, hashes, holds out
+and counts documents also handles records.
 """
 
 from __future__ import annotations
@@ -17,49 +17,45 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from acc_lm.cache import flush
-from acc_lm.chat import (
+from acc_lm.chat.items import ItemCounts, build_items
+from acc_lm.chat.records import (
     COLUMNS,
-    ChatTemplate,
     Conversation,
     Format,
-    ItemCounts,
     TrainOn,
-    build_items,
     check_unicode,
     choose_train_on,
     detect_format,
-    load_template,
     read_conversation,
-    read_template,
-    reads_clock,
 )
+from acc_lm.chat.template import ChatTemplate, load_template, read_template, reads_clock
 from acc_lm.config import DataConfig
 from acc_lm.errors import ConfigError, DataError
-from acc_lm.packing import PackedRows, one_per_row, pack
-from acc_lm.sources import Document, Skipped, columns_of
+from acc_lm.text.corpus import columns_of
+from acc_lm.text.documents import Document, Skipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = "items-2"  # part of every key: raise it when records are read or written in another way
+FORMAT = "items-2"  # part of every cache key: raise it when the reading or writing of records changes
 BESIDE = ("conversations", "system", "tools", "input", "history")
-"""Columns that a format may have beside those that it must have."""
+"""Optional columns of a record, kept in addition to the required columns of its format."""
 
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """What is learned of which records."""
+    """Settings that turn records into items: format, training targets, template, length and date."""
 
     format: Format
     train_on: TrainOn
     template_file: str | None
     max_length: int
-    """Most ids of an item."""
+    """Maximum number of ids of an item."""
     day: str | None = None
-    """Date for a template that reads the clock, as YYYY-MM-DD; None: that of the tokenizer's run, else today's."""
+    """Date for a template that reads the clock, as YYYY-MM-DD; None: the date stored in the tokenizer, else today's."""
 
     def key(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[object, ...]:
-        """All that decides the items, but for the records and the tokenizer's vocabulary."""
+        """Everything that determines the items, except the records and the tokenizer's vocabulary."""
         texts: tuple[str | None, ...] = ()
         special: dict[str, Any] = {}
         if tokenizer is not None:
@@ -71,11 +67,11 @@ class ChatPlan:
         return (FORMAT, self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
 
     def read(self, record: Any, place: str, skipped: Skipped) -> str | None:
-        """The columns of a record that count, as JSON; None when they are no conversation and the recipe tolerates that."""
+        """The relevant columns of a record, as JSON; None if it is invalid and the recipe tolerates that."""
         try:
             read_conversation(record, self.format, place)
             kept = {name: record[name] for name in (*COLUMNS[self.format], *BESIDE) if record.get(name) is not None}
-            text = json.dumps(kept, ensure_ascii=False, default=str)  # in the record's order, which templates write
+            text = json.dumps(kept, ensure_ascii=False, default=str)  # in the record's key order, which templates use
             return check_unicode(text, "everything in it", place)
         except DataError as error:
             skipped.reject(str(error))
@@ -85,26 +81,26 @@ class ChatPlan:
         return read_conversation(json.loads(document.text), self.format, document.place or "a record")
 
     def texts(self, documents: Iterable[Document]) -> Iterator[str]:
-        """What people and assistants say, for a tokenizer that is made of it."""
+        """Content of every message, as training text for a tokenizer."""
         for document in documents:
             yield from (str(message.get("content", "")) for message in self.open(document).messages)
 
 
 def plan_of(config: DataConfig, day: str | None = None) -> ChatPlan | None:
-    """How to read the records of a recipe as conversations; None for plain text.
+    """Plan for reading a recipe's records as conversations; None for plain text.
 
     Args:
-        day: date for a template that reads the clock where the recipe names none, as YYYY-MM-DD.
+        day: date for a template that reads the clock, as YYYY-MM-DD, used if the recipe sets none.
 
     Raises:
-        DataError: the columns fit several formats, or the recipe's format is not one of records.
-        ConfigError: `data.train_on` is not of this format, or plain text has a chat template.
+        DataError: the columns fit several formats, or the recipe names a format of records for a source without records.
+        ConfigError: `data.train_on` does not exist for this format, or plain text has a chat template.
     """
     chosen: Format | None = config.format
     if chosen is None:
         columns, place = columns_of(config) or ([config.text_column], "")
         if config.text_column not in columns and not any(set(names) <= set(columns) for names in COLUMNS.values()):
-            return None  # who reads the text says what is missing
+            return None  # the reader of the text reports the missing column
         chosen = detect_format(columns, place, config.text_column)
     if chosen == "text":
         choose_train_on(chosen, config.train_on)
@@ -139,14 +135,14 @@ def write_items(
     with_bytes: bool,
     progress: Callable[[int], object],
 ) -> ItemCounts:
-    """Tokenise the conversations of one split into `folder`; returns what became of them.
+    """Tokenise the conversations of one split into `folder` and return their counts.
 
     Args:
-        with_bytes: also write how many UTF-8 bytes of text the targets stand for, at the first of each run of them.
-        progress: called with the bytes of each record.
+        with_bytes: also write the UTF-8 bytes of text in each run of targets, at the first target of the run.
+        progress: called with the size of each record in bytes.
 
     Raises:
-        DataError: a conversation that the template cannot write so that it can be learned exactly.
+        DataError: the template cannot write a conversation in a form that can be learned exactly.
     """
     template = template_of(plan, tokenizer)
     counts = ItemCounts()
@@ -173,31 +169,10 @@ def write_items(
 
 
 def bytes_of_targets(ids: list[int], is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """UTF-8 bytes of each run of targets, noted at its first: uint32 [len(ids)]. Special tokens have none."""
+    """UTF-8 bytes of each run of targets, stored at its first target: uint32 [len(ids)]. Special tokens have no bytes."""
     counts = np.zeros(len(ids), dtype=np.uint32)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(np.int8)))
     for first, end in edges.reshape(-1, 2):
         text = tokenizer.decode(ids[first:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         counts[first] = len(str(text).encode())
     return counts
-
-
-def open_rows(folder: Path, split: str, dtype: type[np.unsignedinteger], config: DataConfig) -> PackedRows:
-    """The rows of a split that `write_items` wrote, several items in each, or one, as the recipe says."""
-
-    def load(name: str, kind: Any) -> np.ndarray:
-        return np.memmap(folder / name, dtype=kind, mode="r")
-
-    offsets = np.fromfile(folder / f"{split}_offsets.bin", dtype=np.int64)
-    lengths = np.diff(offsets) - 1  # an item's last id is predicted and never read
-    packing = (pack if config.packing else one_per_row)(lengths, config.sequence_length)
-    has_bytes = (folder / f"{split}_bytes.bin").stat().st_size > 0
-    return PackedRows(
-        load(f"{split}.bin", dtype),
-        load(f"{split}_targets.bin", np.uint8),
-        offsets,
-        packing,
-        config.sequence_length,
-        padded=not config.packing,
-        bytes_of_token=load(f"{split}_bytes.bin", np.uint32) if has_bytes else None,
-    )

@@ -1,4 +1,4 @@
-"""Checkpoints that exist whole or not at all, written by any engine and read by any other.
+"""Load a checkpoint, written under any engine, into the tensors of this engine.
 
     checkpoints/tmp-step-00000200/   every process writes its part here and flushes it to disk, the manifest comes last
     checkpoints/step-00000200/       after one rename; only then are old ones removed
@@ -6,16 +6,15 @@
         state.json                           progress, recipe, data key, loss scale, versions
         manifest.json                        size and checksum of each of them
 
-A tensor is stored as flat pieces in full precision, with the place where each begins, so no process ever holds more than
-its own. Nothing here is pickled, so nothing in a checkpoint can be executed.
+A checkpoint is complete or does not exist. A tensor is stored as flat pieces in full precision, each with its first
+element's position, so no process ever holds more than its own pieces. Nothing is pickled, so a checkpoint cannot execute
+code.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.adapter import base_checksum
-from acc_lm.errors import UNSUPPORTED, CheckpointError, warn_once
+from acc_lm.checkpointing.format import Checkpoint
+from acc_lm.errors import CheckpointError
+from acc_lm.modeling.adapter import base_checksum
 from acc_lm.progress import Progress
-from acc_lm.retention import Checkpoint
 from acc_lm.runtime import (
     WEIGHT,
     Piece,
@@ -49,7 +48,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     """Put the saved state into the prepared model and optimizer, each process its own pieces. Every process calls.
 
     Raises:
-        CheckpointError: the tensors are not those of this model, or do not cover it, or belong beside another base.
+        CheckpointError: the tensors do not match or do not cover the model, or belong to an adapter for another base.
     """
     state = checkpoint.state
     base = base_checksum(bare_model(model))
@@ -90,13 +89,13 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
 
 
 def kept_pieces(model: nn.Module, optimizer: Any) -> list[Piece]:
-    """The pieces on this process that a checkpoint holds: of an adapter, which stands beside a known base, only its own."""
+    """Pieces on this process that a checkpoint holds; for an adapter only its own, because its base is known."""
     is_adapter = base_checksum(bare_model(model)) is not None
     return [piece for piece in pieces_of(model, optimizer) if piece.is_trained or not is_adapter]
 
 
 def kept_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape of each of them."""
+    """Name and complete shape of each tensor whose pieces a checkpoint holds."""
     bare = bare_model(model)
     is_adapter = base_checksum(bare) is not None
     trained = {name for name, p in bare.named_parameters() if p.requires_grad}
@@ -104,10 +103,10 @@ def kept_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(`kind/name`, whole tensor) of everything in a checkpoint, one after the other, without any model.
+    """(`kind/name`, complete tensor) of everything in a checkpoint, one after the other, without building a model.
 
     Raises:
-        CheckpointError: a tensor is not covered by the pieces that are there.
+        CheckpointError: the pieces in the checkpoint do not cover a tensor.
     """
     with ExitStack() as stack:
         parts, shapes = _open_parts(stack, folder)
@@ -121,7 +120,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[int, int, Any]]], dict[str, Any]]:
-    """({key: [(first element, number of elements, slice to read)]}, {name: shape of the whole}) of all files."""
+    """({key: [(first element, number of elements, slice to read)]}, {name: complete shape}) of all files."""
     from safetensors import SafetensorError, safe_open
 
     parts: dict[str, list[tuple[int, int, Any]]] = {}
@@ -154,11 +153,11 @@ def _check_shapes(folder: Path, saved: dict[str, Any], wanted: dict[str, tuple[i
 
 
 def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: int, length: int) -> Tensor:
-    """Elements [start, start + length) of a tensor, from whatever pieces it was cut into."""
+    """Elements [start, start + length) of a tensor, assembled from the saved pieces, however it was cut."""
     clipped = [(max(first, start), min(first + size, start + length), first, part) for first, size, part in parts]
     wanted = sorted((piece for piece in clipped if piece[0] < piece[1]), key=lambda piece: piece[:2])
     end = start
-    for low, high, _, _ in wanted:  # before memory is taken for what a file only claims to be
+    for low, high, _, _ in wanted:  # checked before memory is allocated for sizes that a file merely claims
         if low != end:
             raise CheckpointError(
                 f"{folder} must hold each element of {key} once, got {'a gap' if low > end else 'pieces that overlap'} "
@@ -180,7 +179,10 @@ def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: 
 
 
 def weights_digest(accelerator: Accelerator, model: nn.Module, optimizer: Any, moments: bool = True) -> str:
-    """Checksum of everything a checkpoint would hold of the tensors, on all processes together. Every process calls."""
+    """Checksum over all processes of the saved parameters and, with `moments`, the optimizer's moments.
+
+    Buffers are not included. Every process calls.
+    """
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -193,7 +195,7 @@ def weights_digest(accelerator: Accelerator, model: nn.Module, optimizer: Any, m
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are saved with the weights; beside an adapter all are the base's, which is not saved."""
+    """(name, buffer) of each saved buffer; none with an adapter, because the base that owns them all is not saved."""
     if base_checksum(model) is not None:
         return
     owners = {f"{path}." if path else "": module for path, module in model.named_modules()}
@@ -201,17 +203,3 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         path, _, last = name.rpartition(".")
         if last not in owners[f"{path}." if path else ""]._non_persistent_buffers_set:
             yield name, buffer
-
-
-def make_readable(file: Path) -> None:
-    """safetensors writes 0600 whatever the umask; give the file the mode that others have."""
-    mask = os.umask(0)
-    os.umask(mask)
-    try:
-        file.chmod(0o666 & ~mask)
-    except OSError as error:
-        if error.errno not in (*UNSUPPORTED, errno.EPERM):
-            raise
-        warn_once(
-            f"output_dir is on a file system without modes ({error.strerror}): others may not be able to read its files"
-        )

@@ -1,8 +1,9 @@
-"""Going on from a checkpoint: whether a run may (the same recipe, the same text), and back to one in its middle."""
+"""Resume from a checkpoint: check that recipe and text are the same, and rewind to a checkpoint during a run."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,24 +13,25 @@ import xxhash
 from pydantic import ValidationError
 from torch import nn
 
-from acc_lm import history
-from acc_lm.chat import day_of
-from acc_lm.checkpoint import load_checkpoint
-from acc_lm.config import CheckpointConfig, Config, learned_changes
-from acc_lm.errors import CheckpointError, ConfigError, DivergedError, UserError
-from acc_lm.recipe import dump_config, load_config
-from acc_lm.retention import (
+from acc_lm.chat.template import day_of
+from acc_lm.checkpointing.format import (
     Checkpoint,
     Found,
-    best_checkpoint,
     find_checkpoint,
     is_own,
     open_checkpoint,
     problem_with,
     set_aside,
 )
+from acc_lm.checkpointing.loading import load_checkpoint
+from acc_lm.checkpointing.rotation import best_checkpoint
+from acc_lm.config import CheckpointConfig, Config, learned_changes
+from acc_lm.config.loading import dump_config, load_config
+from acc_lm.errors import CheckpointError, ConfigError, DivergedError, UserError
+from acc_lm.files import write_json
+from acc_lm.run_files import metrics_file
+from acc_lm.run_files.summary import ENVIRONMENT, read_summary
 from acc_lm.runtime import Identity, close, environment, on_main
-from acc_lm.summary import ENVIRONMENT, read_summary, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,19 +43,19 @@ if TYPE_CHECKING:
 def check_same_recipe(
     checkpoint: Checkpoint, config: Config, precision: str, num_processes: int, *, evaluates: bool = False
 ) -> list[str]:
-    """Refuse a checkpoint of another recipe; returns what is worth a line although it is allowed.
+    """Refuse a checkpoint of another recipe; return a line for each difference that is allowed but worth reporting.
 
     Args:
-        evaluates: it will not be trained, so how it was does not matter.
+        evaluates: the model will not be trained, so differences in how it was trained do not matter.
 
     Raises:
-        CheckpointError: one line for each changed key, and the ways out.
+        CheckpointError: one line for each changed key, and the possible solutions.
     """
     old, new = _with_defaults(checkpoint.state["recipe"]), config.model_dump(mode="json")
-    if config.data.chat_template_date is None:  # that of the run
+    if config.data.chat_template_date is None:  # null takes the run's date
         new["data"]["chat_template_date"] = old["data"].get("chat_template_date")
     changes = learned_changes(old, new)
-    if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave it to the launch
+    if checkpoint.state["mixed_precision"] != precision:  # the recipe may leave the precision to the launch
         changes["training.mixed_precision"] = (checkpoint.state["mixed_precision"], precision)
     if evaluates:
         how = ("training", "optimizer", "schedule")
@@ -99,10 +101,10 @@ def check_same_recipe(
 
 
 def origin_of(tokenizer: PreTrainedTokenizerBase, base: str) -> dict[str, str]:
-    """Content hashes of the base model and the vocabulary that a run began with: places may change, these may not.
+    """Content hashes of the base model and the vocabulary that a run began with: paths may change, contents may not.
 
     Args:
-        base: checksum of the weights that `model.name_or_path` has; empty for a model from scratch.
+        base: checksum of the weights at `model.name_or_path`; empty for a model from scratch.
     """
     ids = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return {"base_weights": base, "vocabulary": xxhash.xxh3_128_hexdigest(repr((ids, tokenizer.eos_token_id)).encode())}
@@ -114,10 +116,10 @@ def check_same_origin(
     """Refuse a checkpoint that was trained on other rows, with other ids, or from another base model.
 
     Args:
-        former_key: what an earlier version called the same rows; None when it had others.
+        former_key: key that an earlier version gave the same rows; None when its rows differed.
 
     Raises:
-        CheckpointError: with the ways out.
+        CheckpointError: names the difference and the possible solutions.
     """
     state, other = checkpoint.state, f"choose another output_dir (output_dir={_next_name(config.output_dir)})"
     if state.get("vocabulary", origin["vocabulary"]) != origin["vocabulary"]:
@@ -131,7 +133,7 @@ def check_same_origin(
             f"{checkpoint.folder} must have been trained on this text, got other text (its content or its tokenizer changed); "
             f"{other}, or checkpoint.allow_changed_recipe=true"
         )
-    # Of an adapter, whose base is not in its checkpoint, nothing else is ever loaded: `load_checkpoint` says so.
+    # An adapter's checkpoint does not hold its base: `load_checkpoint` always refuses another base.
     if state.get("base") is None and state.get("base_weights", origin["base_weights"]) != origin["base_weights"]:
         raise CheckpointError(
             f"{checkpoint.folder} must have begun from the base model at {config.model.name_or_path}, got one that began from other weights; "
@@ -142,12 +144,13 @@ def check_same_origin(
 def day_of_run(
     accelerator: Accelerator, config: Config, found: Found, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str:
-    """Date that a chat template which reads the clock writes, as YYYY-MM-DD; the same on every process.
+    """Date for a chat template that writes the current date, as YYYY-MM-DD; the same on every process.
 
-    The recipe's, else that of the checkpoint or of an earlier start of the same recipe in `output_dir`, else the tokenizer's, else today's.
+    The recipe's date, else that of the checkpoint (without one: of an earlier start of the same recipe in `output_dir`),
+    else the tokenizer's, else today's.
 
     Args:
-        tokenizer: of a model that is evaluated, which knows the date of the run that trained it.
+        tokenizer: tokenizer of an evaluated model, which keeps the date of the run that trained it.
     """
 
     def find() -> str:
@@ -159,7 +162,7 @@ def day_of_run(
 
 
 def _recipe_of_earlier_start(config: Config) -> dict[str, Any]:
-    """Recipe of an earlier start that came to no checkpoint, from `output_dir`; empty where it was another run's."""
+    """Recipe in `output_dir` of an earlier start that reached no checkpoint; empty when missing or different."""
     try:
         earlier = load_config(Path(config.output_dir) / "config.yaml")
     except (UserError, OSError):
@@ -170,12 +173,15 @@ def _recipe_of_earlier_start(config: Config) -> dict[str, Any]:
 
 
 def with_day(config: Config, day: str | None) -> Config:
-    """The recipe with the date that its chat template wrote."""
+    """Copy of the recipe with the date that its chat template writes."""
     return config.model_copy(update={"data": config.data.model_copy(update={"chat_template_date": day})})
 
 
 def _with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Keys that came after this recipe was saved have the values that mean what was done before them."""
+    """Add the keys introduced after this recipe was saved, with their defaults, which mean the behaviour before them.
+
+    A recipe that is no longer valid is returned unchanged.
+    """
     try:
         return Config.model_validate_json(json.dumps(recipe)).model_dump(mode="json")
     except ValidationError:
@@ -188,12 +194,13 @@ def _next_name(output_dir: str) -> str:
 
 
 def is_complete(accelerator: Accelerator, output_dir: Path, config: Config) -> bool:
-    """Whether the run was finished and has lost its checkpoints since: then that is said, and this start is over.
+    """True when the run was finished and its checkpoints were removed since; then print that and close the accelerator.
 
-    Without a checkpoint it would begin anew, over its own record and its model.
+    Without this check, the run would start from scratch and overwrite its own record and model.
 
     Raises:
-        ConfigError, CheckpointError: it was finished by another recipe, or it is not known whether it was.
+        ConfigError: the run was finished, and `resume` is never.
+        CheckpointError: final/ was made by another recipe, or by a run that is not known.
     """
     line = on_main(accelerator, lambda: _already_complete(output_dir, config))
     if line is None:
@@ -248,27 +255,36 @@ def begin(
     *,
     trains: bool,
 ) -> None:
-    """On the main process: put aside what the run does not go on from, and write down what it is.
+    """Set aside checkpoints that the run does not resume from, and write its recipe, environment and tokenizer.
+
+    Only the main process calls.
 
     Args:
-        trains: else it only evaluates, and whatever is there stays as it is.
+        trains: False for a run that only evaluates, which changes no existing file.
     """
     if trains or not (output_dir / ENVIRONMENT).exists():
         write_json(
             output_dir / ENVIRONMENT, {**environment(identity), "text_key": data.text_key}
-        )  # first: a folder without it is not taken for that of a run
+        )  # first, because this file marks the folder as a run's
     if not trains:
         return
     set_aside(output_dir, found)
     step = found.checkpoint.progress.step if found.checkpoint else 0
     is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
-    history.keep_until(output_dir, -1 if is_elsewhere else step)  # what is recorded here is of another course then
+    # After a start from a checkpoint elsewhere, the record in this folder belongs to another lineage.
+    metrics_file.keep_until(output_dir, -1 if is_elsewhere else step)
     (output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    for entry in (output_dir / "tokenizer").glob("*"):  # tokenizers would raise an error of its own at a folder
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
     data.tokenizer.save_pretrained(output_dir / "tokenizer")
 
 
 def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:
-    """Put the weights of the best checkpoint into the model; returns its step, None when there is no whole one. Every process calls."""
+    """Load the best checkpoint into model and optimizer; return its step, None without an intact one.
+
+    Every process calls.
+    """
 
     def find() -> Checkpoint | None:
         best = best_checkpoint(output_dir, metric)
@@ -281,10 +297,10 @@ def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn
 def rewind(
     accelerator: Accelerator, output_dir: Path, model: nn.Module, optimizer: Any, config: CheckpointConfig
 ) -> Checkpoint:
-    """Put the weights and moments of the newest whole checkpoint back; returns it. Every process calls.
+    """Load weights and moments of the newest complete checkpoint, and return it. Every process calls.
 
     Raises:
-        DivergedError: there is none yet.
+        DivergedError: there is no checkpoint yet.
     """
     checkpoint = find_checkpoint(accelerator, output_dir, config.model_copy(update={"resume": "auto"})).checkpoint
     if checkpoint is None:

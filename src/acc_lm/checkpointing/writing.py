@@ -1,248 +1,46 @@
-"""Write a checkpoint, whole or not at all: while the training waits, or behind it.
-
-The steps of a save are those of checkpoint.py. Behind the training, the loop waits only while its tensors are copied to the
-host; a thread of each process does the rest, and the threads talk over a process group of their own.
-"""
+"""Write a checkpoint: snapshot, one part per process, manifest, rename."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import platform
 import shutil
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from acc_lm.adapter import base_checksum
-from acc_lm.checkpoint import BUFFER, kept_pieces, kept_shapes, make_readable, persistent_buffers
+from acc_lm.checkpointing.format import FORMAT, MANIFEST, STATE, checksum, free_name
+from acc_lm.checkpointing.loading import BUFFER, kept_pieces, kept_shapes, persistent_buffers
+from acc_lm.checkpointing.rotation import rotate
 from acc_lm.config import CheckpointConfig, Config
-from acc_lm.errors import StorageError, storage_reason
+from acc_lm.crash_points import crash_point
+from acc_lm.errors import StorageError
+from acc_lm.files import flush, make_readable, storage_errors
+from acc_lm.modeling.adapter import base_checksum
 from acc_lm.progress import Progress
-from acc_lm.retention import FORMAT, MANIFEST, STATE, Found, checksum, free_name, is_among_best, rotate
 from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
-from acc_lm.stop import FAILED_SAVE, StopRequest, crash_point
-from acc_lm.summary import flush
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-WORTH_A_SHARE, WORTH_SECONDS = 0.2, 2.0
-"""A save that holds the training up for more than this share of the time since the last one, and takes this long, is told."""
-LAUNCHER_SECONDS = 30.0
-"""What torch's launcher gives its processes after a SIGTERM, unless $TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
-LAST_SECONDS = 60.0
-"""How long a run that ends with an error waits for a save that is under way."""
-
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this process writes of a checkpoint, and what the main process writes beside it."""
+    """Tensors that this process writes of a checkpoint, and the state that the main process writes next to them."""
 
     tensors: dict[str, Tensor]
-    """`kind/name` -> the elements of this process, on the host."""
+    """`kind/name` -> elements that this process writes, on the host."""
     pieces: dict[str, Any]
-    """Where each begins, and the shapes of the whole."""
+    """Position of the first written element of each tensor, and the complete shapes of all tensors, by name."""
     state: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that exists."""
-
-    folder: Path
-    num_bytes: int
-    seconds: float
-    """From the snapshot to the rename."""
-
-
-class Saver:
-    """The checkpoints of one run, at most one of them in the making. Every process has one and calls it alike.
-
-    As a context it ends with a save that is complete.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        output_dir: Path,
-        config: Config,
-        data_key: str,
-        found: Found,
-        stop_request: StopRequest | None = None,
-    ) -> None:
-        self.newest = found.checkpoint.folder if found.checkpoint else None
-        """The checkpoint to go on from, as far as this process knows."""
-        self._accelerator, self._output_dir, self._config = accelerator, output_dir, config
-        self._data_key, self._started_from, self._stop_request = data_key, found.started_from, stop_request
-        self._copies: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._outcome: Saved | BaseException | None = None
-        self._news: list[str] = []
-        self.seconds_held = self._held_before = 0.0
-        """How long saving has held up the training so far."""
-        self._last = time.monotonic()
-        self._warned = False
-        self._group: Any = None
-        if config.checkpoint.asynchronous and accelerator.num_processes > 1:
-            import torch.distributed as dist
-
-            limit = timedelta(seconds=config.distributed.timeout_seconds)
-            self._group = dist.new_group(backend="gloo", timeout=limit)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
-        if kind is None:
-            self.wait()
-        elif self._thread is not None:
-            self._thread.join(LAST_SECONDS)
-
-    def save(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        progress: Progress,
-        evaluation: dict[str, float] | None = None,
-        memory: dict[str, Any] | None = None,
-        *,
-        streams: dict[str, list[int]] | None = None,
-        at_once: bool = False,
-    ) -> None:
-        """Save the state of the run; returns when it is copied, or with `at_once` when the checkpoint exists.
-
-        Args:
-            evaluation: of these weights, when they have just been evaluated; decides `best`.
-            memory: what else the run that goes on has to know of the steps before.
-            streams: where this process's streams stand; None, on all processes, without any.
-
-        Raises:
-            StorageError: this checkpoint or the one before could not be written; older ones are untouched.
-        """
-        self.wait()
-        began = time.monotonic()
-        behind = self._config.checkpoint.asynchronous and not at_once
-        state = {
-            **_state_of(self._accelerator, model, optimizer, progress, self._config),
-            "data_key": self._data_key,
-            "started_from": self._started_from,
-            "eval_loss": evaluation and evaluation["eval/loss"],
-            "evaluation": evaluation,
-            **(memory or {}),
-        }
-        if streams is not None:
-            parts = gather_objects(self._accelerator, streams)
-            state["streams"] = {stream: where for part in parts for stream, where in part.items()}
-        snapshot = _take_snapshot(self._accelerator, model, optimizer, state, self._copies if behind else None)
-        if behind:
-            self._thread = threading.Thread(target=self._write_behind, args=(snapshot, began), daemon=True, name="save")
-            self._thread.start()
-            self.seconds_held += time.monotonic() - began
-        else:
-            self._outcome = self._write(snapshot, began)
-            self.seconds_held += time.monotonic() - began
-            self._collect()
-
-    def _write(self, snapshot: Snapshot, began: float) -> Saved:
-        root = self._output_dir / "checkpoints"
-        folder, num_bytes = _write_checkpoint(self._accelerator, root, snapshot, self._config.checkpoint, self._group)
-        return Saved(folder, num_bytes, time.monotonic() - began)
-
-    def _write_behind(self, snapshot: Snapshot, began: float) -> None:
-        try:
-            self._outcome = self._write(snapshot, began)
-        except BaseException as error:  # the loop raises it, on all processes after the same step
-            self._outcome = error
-            if self._stop_request is not None:
-                self._stop_request.ask(FAILED_SAVE)
-
-    def wait(self) -> None:
-        """Until no save is under way.
-
-        Raises:
-            StorageError: it failed, on all processes alike.
-        """
-        if self._thread is not None:
-            began = time.monotonic()
-            self._thread.join()
-            self.seconds_held += time.monotonic() - began
-        self._collect()
-
-    def _collect(self) -> None:
-        outcome, self._outcome, self._thread = self._outcome, None, None
-        if isinstance(outcome, BaseException):
-            raise outcome
-        if outcome is not None:
-            self.newest = outcome.folder
-            self._news.append(f"saved {outcome.folder}: {outcome.num_bytes / 1e6:,.1f} MB in {outcome.seconds:.1f} s")
-            self._look_at(outcome.seconds)
-
-    def news(self) -> list[str]:
-        """A line for each checkpoint that exists since the last call, and warnings."""
-        if self._thread is not None and not self._thread.is_alive() and isinstance(self._outcome, Saved):
-            self._collect()
-        lines, self._news = self._news, []
-        return lines
-
-    def is_among_best(self, evaluation: dict[str, float]) -> bool:
-        """True when weights of this evaluation belong among the best checkpoints. Every process calls."""
-        self.wait()  # the one under way counts too
-        return is_among_best(self._accelerator, self._output_dir, evaluation, self._config.checkpoint)
-
-    def _look_at(self, seconds: float) -> None:
-        """Warn, once, of a save that is too slow: for a launcher that ends the run, or for the time between two."""
-        now = time.monotonic()
-        held, between = self.seconds_held - self._held_before, now - self._last
-        self._held_before, self._last = self.seconds_held, now
-        if self._warned or seconds < WORTH_SECONDS:
-            return
-        grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_SECONDS))
-        if "TORCHELASTIC_RUN_ID" in os.environ and seconds > grace / 2:
-            self._warned = True
-            self._news.append(
-                f"warning: a save takes {seconds:.0f} s, and the launcher ends its processes {grace:.0f} s after a SIGTERM; "
-                f"set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * seconds)}"
-            )
-        elif held > WORTH_A_SHARE * between:
-            self._warned = True
-            advice = "" if self._config.checkpoint.asynchronous else ", or set checkpoint.asynchronous=true"
-            self._news.append(
-                f"warning: saving took {held:.0f} of the last {between:.0f} s; raise checkpoint.every{advice}"
-            )
-
-
-def save_checkpoint(
-    accelerator: Accelerator,
-    output_dir: Path,
-    model: nn.Module,
-    optimizer: Any,
-    progress: Progress,
-    config: Config,
-    data_key: str,
-) -> Path:
-    """One checkpoint, at once. Every process calls.
-
-    Raises:
-        StorageError: the disk is full or cannot be written.
-    """
-    saver = Saver(accelerator, output_dir, config, data_key, Found(None))
-    saver.save(model, optimizer, progress, at_once=True)
-    assert saver.newest is not None
-    return saver.newest
-
-
-def _state_of(
+def state_of(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
@@ -266,22 +64,25 @@ def _state_of(
 
 
 def _generation_config(model: Any) -> dict[str, Any] | None:
-    """Generation config as it would be exported; None for a model that has none."""
+    """Generation config as it would be exported; None for a model without one."""
     found = getattr(model, "generation_config", None)
     return None if found is None else dict(json.loads(found.to_json_string()))
 
 
-def _take_snapshot(
+def take_snapshot(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, state: dict[str, Any], copies: dict[str, Tensor] | None
 ) -> Snapshot:
-    """This process's share of all tensors on the host: as they are, or copied into `copies`, whose memory is used again."""
+    """Bring this process's share of all tensors to the host.
+
+    With `copies`, tensors are copied into these buffers, which every save reuses; without, only GPU tensors are copied.
+    """
     tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
 
     def keep(key: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
         if copies is None:
-            # From a GPU into memory that torch pins, all at once and awaited below.
+            # GPU tensors go into host memory that torch pins; the asynchronous copies are awaited below.
             tensors[key] = tensor.contiguous().to("cpu", non_blocking=tensor.is_cuda)
             return
         copy = copies.get(key)
@@ -303,13 +104,13 @@ def _take_snapshot(
     return Snapshot(tensors, {"starts": starts, "shapes": kept_shapes(model)}, state)
 
 
-def _write_checkpoint(
+def write_checkpoint(
     accelerator: Accelerator, root: Path, snapshot: Snapshot, keep: CheckpointConfig, group: Any
 ) -> tuple[Path, int]:
-    """Write it and remove what is no longer kept; returns its folder and its size in bytes. Every process calls.
+    """Write the checkpoint and rotate older ones; return its folder and its size in bytes. Every process calls.
 
     Args:
-        group: of the processes; None: the one that training uses.
+        group: process group to communicate over; None: the one that training uses.
     """
     folder = root / f"step-{snapshot.state['progress']['step']:08d}"
     work = folder.with_name(f"tmp-{folder.name}")
@@ -350,26 +151,26 @@ def _write_checkpoint(
 
 
 def _write_mine(accelerator: Accelerator, work: Path, snapshot: Snapshot) -> tuple[str, dict[str, Any]]:
-    """Write this process's tensors; returns the file's name and its line in the manifest."""
+    """Write this process's tensors; return the file's name and its entry in the manifest."""
     from safetensors.torch import save_file
 
     file = work / f"tensors-{accelerator.process_index:05d}-of-{accelerator.num_processes:05d}.safetensors"
-    # One entry: safetensors writes several in any order, and equal runs must write equal bytes.
+    # A single metadata entry: safetensors writes several in arbitrary order, and equal runs must write equal bytes.
     save_file(snapshot.tensors, file, {"pieces": json.dumps(snapshot.pieces)})
     make_readable(file)
     return file.name, _sealed(file)
 
 
 def _sealed(file: Path) -> dict[str, Any]:
-    """The file's line in the manifest; it is on the disk when this returns."""
-    with ThreadPoolExecutor(1) as beside:  # the disk and the checksum need not wait for each other
+    """Flush the file to disk and return its entry in the manifest: size and checksum."""
+    with ThreadPoolExecutor(1) as beside:  # compute the checksum while the disk flushes
         digest = beside.submit(checksum, file)
         flush(file)
         return {"size": file.stat().st_size, "xxh3_128": digest.result()}
 
 
 def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, Any]) -> None:
-    """Manifest last, then one rename: from here on the checkpoint exists."""
+    """Write state and manifest, then rename the folder: from then on the checkpoint exists."""
     for name in files:
         if not (work / name).is_file():
             raise StorageError(
@@ -386,37 +187,22 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     flush(work / MANIFEST)
     flush(work)
     crash_point("after_manifest_before_rename")
-    if folder.is_dir() and not folder.is_symlink():  # the same step saved again: a damaged or superseded one gives way
+    if folder.is_dir() and not folder.is_symlink():  # the step is saved again: replace the damaged or superseded one
         shutil.rmtree(folder)
-    elif folder.exists() or folder.is_symlink():  # no run wrote that
+    elif folder.exists() or folder.is_symlink():  # not written by any run: set it aside
         folder.rename(free_name(folder))
     work.rename(folder)
     crash_point("after_rename_before_fsync")
     flush(folder.parent)
 
 
-@contextlib.contextmanager
-def storage_errors(root: Path, needed: int = 0) -> Iterator[None]:
-    """Errors of the disk in words, with what is free and what this process needs, in bytes."""
-    try:
-        yield
-    except Exception as error:
-        reason = storage_reason(error)
-        if reason is None:
-            raise
-        free = shutil.disk_usage(root if root.exists() else root.parent).free
-        wants = f", {needed / 2**20:.1f} MiB needed by one process" if needed else ""
-        raise StorageError(
-            f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free{wants}); "
-            "free some space and start again, the run goes on from the previous checkpoint"
-        ) from None
-
-
 def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfig, num_steps: int) -> None:
-    """Refuse a run whose checkpoints will not fit, before its first step. AdamW's state makes each three models large.
+    """Refuse a run before its first step if its checkpoints will not fit on the disk.
+
+    With AdamW's state, each checkpoint has the size of three models.
 
     Raises:
-        StorageError: with what is needed and what is free.
+        StorageError: names the space that is needed and the space that is free.
     """
     root = output_dir / "checkpoints"
     planned = 1 + (num_steps // config.every if config.every else 0)
@@ -424,8 +210,8 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     widths = {name: p.element_size() for name, p in bare_model(model).named_parameters()}
     size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in kept_shapes(model).items())
     there = sum(file.stat().st_size for file in root.glob("step-*/*"))
-    needed = (kept + 1) * size - there  # one more than is kept: the new one is whole before an old one goes
-    free = shutil.disk_usage(root if root.exists() else output_dir).free  # it may be a link to another disk
+    needed = (kept + 1) * size - there  # one more than kept: a new one is complete before an old one goes
+    free = shutil.disk_usage(root if root.exists() else output_dir).free  # root may be a link to another disk
     if needed > free:
         raise StorageError(
             f"{root} must have room for {kept + 1} checkpoints of {size / 2**20:.1f} MiB, got {free / 2**20:.1f} MiB free "

@@ -1,4 +1,4 @@
-"""`python -m acc_lm.cli` is `acc-lm`, for launchers that start modules."""
+"""Entry point of `python -m acc_lm.cli`, the same as `acc-lm`, for launchers that start modules."""
 
 import sys
 

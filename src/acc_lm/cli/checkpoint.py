@@ -1,7 +1,8 @@
-"""`acc-lm checkpoint`: look at checkpoints, check them, and take models out of them, without the run that wrote them."""
+"""`acc-lm checkpoint`: list, verify, export and convert checkpoints without starting the run that wrote them."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from pathlib import Path
@@ -13,10 +14,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser(
+        "list", help="the checkpoints of a run: size, evaluation loss, writer, whether they are whole"
+    )
+    listing.add_argument("run", type=Path, help="folder of the run, e.g. runs/quickstart")
+    verify = actions.add_parser(
+        "verify", help="read every byte of a checkpoint against its checksums; exit code 5 if one is wrong"
+    )
+    verify.add_argument("folder", type=Path, help="e.g. runs/quickstart/checkpoints/latest")
+    export = actions.add_parser(
+        "export", help="every tensor whole in one safetensors file: weights and the optimizer's moments"
+    )
+    export.add_argument("folder", type=Path)
+    export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file, *.safetensors")
+    convert = actions.add_parser(
+        "convert-to-hf", help="a folder that transformers loads, from any checkpoint of any backend"
+    )
+    convert.add_argument("folder", type=Path)
+    convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+    convert.add_argument("--tokenizer", metavar="PATH", help="default: the tokenizer/ of the checkpoint's run")
+
+
+def run(known: argparse.Namespace) -> int:
+    if known.action == "list":
+        return list_checkpoints(known.run)
+    if known.action == "verify":
+        return verify(known.folder)
+    if known.action == "export":
+        return export(known.folder, known.output)
+    return convert_to_hf(known.folder, known.output, known.tokenizer)
+
+
 def list_checkpoints(run: Path) -> int:
-    """One line for each checkpoint of a run, the newest last; returns the exit code."""
+    """Print one line for each checkpoint of a run, the newest last; return the exit code."""
+    from acc_lm.checkpointing.format import problem_with
+    from acc_lm.checkpointing.rotation import best_checkpoint
     from acc_lm.redaction import printable
-    from acc_lm.retention import best_checkpoint, problem_with
 
     root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     folders = sorted(path for path in root.glob("*step-*") if path.is_dir() and not path.name.startswith("tmp-"))
@@ -43,21 +78,21 @@ def list_checkpoints(run: Path) -> int:
 
 
 def _best_metric(folders: list[Path]) -> str:
-    """By which the newest checkpoint says that the best is chosen."""
+    """Metric by which the newest readable checkpoint ranks evaluations, else eval/loss."""
     for folder in reversed(folders):
         try:
             metric = json.loads((folder / "state.json").read_text())["recipe"]["checkpoint"]["best_metric"]
             if isinstance(metric, str):
                 return metric
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # damaged, or of before there was a choice
+            continue  # damaged, or older than `checkpoint.best_metric`
     return "eval/loss"
 
 
 def verify(folder: Path) -> int:
-    """Read every byte of a checkpoint; exit code 5 when one is not what was written."""
-    from acc_lm.checkpoint import read_tensors
-    from acc_lm.retention import open_checkpoint
+    """Read every byte of a checkpoint; the exit code is 5 if one differs from what was written."""
+    from acc_lm.checkpointing.format import open_checkpoint
+    from acc_lm.checkpointing.loading import read_tensors
 
     began = time.monotonic()
     _whole(folder)
@@ -72,11 +107,11 @@ def verify(folder: Path) -> int:
 
 
 def export(folder: Path, output: Path) -> int:
-    """Every tensor whole, under its own name, in one safetensors file: weights, moments and buffers."""
+    """Write every tensor in full, under its own name, to one safetensors file: weights, moments and buffers."""
     from safetensors.torch import save_file
 
-    from acc_lm.checkpoint import read_tensors
-    from acc_lm.export import written_aside
+    from acc_lm.checkpointing.loading import read_tensors
+    from acc_lm.files import written_aside
 
     _whole(folder)
     if output.suffix != ".safetensors" or output.exists():
@@ -89,13 +124,14 @@ def export(folder: Path, output: Path) -> int:
 
 
 def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
-    """A folder that transformers loads like any other model."""
+    """Write a folder that transformers loads like any other model."""
     from transformers import AutoTokenizer
 
-    from acc_lm.adapter import lora_settings, save_adapter
-    from acc_lm.checkpoint import BUFFER, read_tensors
+    from acc_lm.checkpointing.loading import BUFFER, read_tensors
     from acc_lm.config import AdapterConfig, ModelConfig
-    from acc_lm.export import name_padding, write_steps, written_aside
+    from acc_lm.export.export import name_padding, write_steps
+    from acc_lm.files import written_aside
+    from acc_lm.modeling.adapter import lora_settings, save_adapter
     from acc_lm.runtime import WEIGHT, quiet_libraries
 
     _whole(folder)
@@ -134,7 +170,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
 
 
 def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> Any:
-    """The model that a checkpoint is of, around its weights."""
+    """Build the model of a checkpoint and load its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -160,7 +196,7 @@ def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]
 
 
 def _whole(folder: Path) -> None:
-    from acc_lm.retention import problem_with
+    from acc_lm.checkpointing.format import problem_with
 
     if problem := problem_with(folder):
         raise CheckpointError(f"{folder} must be a whole checkpoint, got: {problem}; name another step-* folder")

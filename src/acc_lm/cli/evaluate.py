@@ -1,7 +1,8 @@
-"""`acc-lm evaluate`: what an existing model makes of a text, document by document, and what it answers."""
+"""`acc-lm evaluate`: score a text with an existing model, document by document, and its answers to prompts."""
 
 from __future__ import annotations
 
+import argparse
 import glob
 import importlib
 import json
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli import stdout_on_stderr
 from acc_lm.config import Config
-from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError
-from acc_lm.recipe import dump_config, load_config
+from acc_lm.config.loading import dump_config, load_config
+from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from acc_lm.redaction import printable
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from acc_lm.completions import Prompt
-    from acc_lm.scoring import ScoredText, Scores
+    from acc_lm.evaluation.completions import Prompt
+    from acc_lm.evaluation.scoring import ScoredText, Scores
+    from acc_lm.runtime import Identity
 
 METRICS = {"exact_match": "ExactMatch", "bleu": "Bleu", "rouge": "Rouge"}
-"""Modules of `evaluate_modules`, and their classes."""
+"""Modules of `acc_lm.evaluation.metrics`, and their classes."""
 BATCH_SIZE = 16
 LONGEST_ROW = 1024
-"""Targets of a row where no recipe says it, in tokens, if the model reads as many."""
+"""Targets per row, in tokens, where no recipe sets them; fewer if the model reads fewer."""
 OF_ROWS = (
     "text_column",
     "sequence_length",
@@ -42,7 +44,7 @@ OF_ROWS = (
     "max_lossy_share",
     "skip_bad_rows",
 )
-"""What a recipe says of rows, whatever they are made of."""
+"""Keys of a recipe's `data` that also apply to the rows of another text, given by --data."""
 SETTLED = (
     "model.name_or_path",
     "model.config",
@@ -53,9 +55,54 @@ SETTLED = (
 )
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="final/ of a run, the run, another model's folder, or a Hub id")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file or glob of text or conversations; several times for several (default: what the run held out)",
+    )
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write a line of JSON for each document")
+    parser.add_argument(
+        "--generate", action="store_true", help="answer each prompt, and compare with the answer that is there"
+    )
+    parser.add_argument(
+        "--references-column", metavar="NAME", help="of the records, with other right answers: a text or a list of them"
+    )
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default 100)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="draw the tokens of an answer (default 0: the likeliest)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="rows or prompts at a time; decides memory, never a figure"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the Hub id")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe, e.g. data.sequence_length=512"
+    )
+
+
+def run(known: argparse.Namespace) -> int:
+    for word in known.overrides:
+        if "=" not in word:
+            raise ConfigError(
+                f"command line: must be an option or section.key=value, got {word!r}; data is given as --data {word}"
+            )
+    return evaluate(
+        Request(
+            known.model, tuple(known.data), known.predictions, known.generate, known.references_column,
+            known.max_new_tokens, known.temperature, known.batch_size, known.revision, known.json,
+            tuple(known.overrides),
+        )
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Request:
-    """The command line."""
+    """Options of the command line."""
 
     model: str
     data: tuple[str, ...] = ()
@@ -103,7 +150,7 @@ def evaluate(request: Request) -> int:
 
 
 def _check(request: Request) -> None:
-    """What the command line alone can get wrong."""
+    """Check for mistakes that are visible in the command line alone."""
     numbers = (
         ("--max-new-tokens", request.max_new_tokens, 1, ""),
         ("--batch-size", request.batch_size, 1, ""),
@@ -147,13 +194,13 @@ def _check_new_file(file: Path) -> None:
 
 
 def recipe_of(request: Request) -> tuple[Config, Path | None]:
-    """Recipe with which a run would evaluate this model on this text, and the run whose held-out text that must be.
+    """Recipe for evaluating this model on this text, and the run whose held-out text it is (None for other text).
 
-    Of a run's own recipe counts what decides rows and numbers; code of a model is trusted only by who types so. Relative
-    paths in it mean the folder in which the run was started.
+    Only keys that decide rows and numbers are taken from a run's own recipe, and a model's code is trusted only if the
+    command line says so. Relative paths in that recipe are resolved from the folder in which the run was started.
 
     Raises:
-        ConfigError: there is no such model, or nothing to evaluate it on.
+        ConfigError: there is no such model, or no text to evaluate it on.
         CheckpointError: the run does not say which text it was trained on.
     """
     model, run = _find_model(request.model)
@@ -170,15 +217,12 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
     data: dict[str, Any] = dict(recipe.get("data", {})) | {
         "chat_template": None,
         "chat_template_date": None,
-    }  # the tokenizer has them
+    }  # the tokenizer holds both
     if not request.data and (data.get("mixture") or data.get("streaming")):
         kind = "mixture" if data.get("mixture") else "stream"
         raise ConfigError(
             f"--data must name files to evaluate on, got none for the run of a {kind}; add its held-out files, or use train.py --eval-only"
         )
-    from acc_lm.runtime import world_size
-
-    training = recipe.get("training", {})
     if run is not None and not request.data:
         data |= _places_from(_environment_of(run)["working_directory"], data)
     if request.data:
@@ -186,8 +230,20 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         data |= {"source": "files", "files": list(request.data)}
     if run is None and not any(override.startswith("data.sequence_length=") for override in request.overrides):
         data["sequence_length"] = _longest_row(model, request)
+    values = _recipe_values(request, model, data, recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "evaluate.yaml")
+        file.write_text(dump_config(Config.model_validate(values)))
+        return load_config(file, request.overrides), None if request.data else run
+
+
+def _recipe_values(request: Request, model: str, data: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """Values of a recipe that evaluates this model; `recipe` is the run's, {} without one."""
+    from acc_lm.runtime import world_size
+
+    training = recipe.get("training", {})
     rows = request.batch_size or training.get("micro_batch_size", BATCH_SIZE)
-    values: dict[str, Any] = {
+    return {
         "seed": recipe.get("seed", 0),
         "model": {
             "name_or_path": model,
@@ -205,20 +261,16 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         "schedule": {"warmup_steps": 0},
         "tracking": {"report_to": []},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "evaluate.yaml")
-        file.write_text(dump_config(Config.model_validate(values)))
-        return load_config(file, request.overrides), None if request.data else run
 
 
 def _environment_of(run: Path) -> dict[str, Any]:
-    """`environment.json` of a run, which says where it was started and which text it was trained on."""
+    """`environment.json` of a run, with the folder in which it was started and the text it was trained on."""
     try:
         found = json.loads((run / "environment.json").read_text())
         if found["text_key"] and Path(found["working_directory"]).is_absolute():
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # damaged, or of an earlier version
+        pass  # damaged, or written by an earlier version
     raise CheckpointError(
         f"{run}/environment.json must say which text the run was trained on, got nothing of that; "
         "start the run again, which writes it even if there is nothing left to train, or name what to score with --data"
@@ -226,7 +278,7 @@ def _environment_of(run: Path) -> dict[str, Any]:
 
 
 def _places_from(folder: str, data: dict[str, Any]) -> dict[str, Any]:
-    """The files and folders that a recipe's `data` names, as seen from this folder."""
+    """Files and folders that a recipe's `data` names, resolved from this folder."""
     places: dict[str, Any] = {
         key: [os.path.join(glob.escape(folder), os.path.expanduser(name)) for name in data[key]]
         for key in ("files", "eval_files")
@@ -236,12 +288,17 @@ def _places_from(folder: str, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tokenizer(run: Path, tokenizer: Any) -> None:
-    """Refuse a model whose tokenizer or chat template is not the run's any more."""
+    """Refuse a model whose tokenizer or chat template differs from the run's."""
     from transformers import AutoTokenizer
 
     from acc_lm.data import tokenizer_key
 
-    known = AutoTokenizer.from_pretrained(run / "tokenizer", trust_remote_code=False)
+    try:
+        known = AutoTokenizer.from_pretrained(run / "tokenizer", trust_remote_code=False)
+    except Exception as error:  # transformers has no error class of its own for unreadable files
+        raise CheckpointError(
+            f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; put its files back, or name what to score with --data"
+        ) from None
     if (tokenizer_key(known), known.chat_template) != (tokenizer_key(tokenizer), tokenizer.chat_template):
         raise CheckpointError(
             f"the model's tokenizer and chat template must be those in {run}/tokenizer, with which the run was trained, got others; "
@@ -250,9 +307,9 @@ def _check_tokenizer(run: Path, tokenizer: Any) -> None:
 
 
 def _find_model(name: str) -> tuple[str, Path | None]:
-    """Folder or Hub id of the model, and the run that it is of."""
-    from acc_lm.export import exported_steps
-    from acc_lm.retention import newest_step
+    """Folder or Hub id of the model, and the run that it belongs to (None without one)."""
+    from acc_lm.checkpointing.format import newest_step
+    from acc_lm.export.export import exported_steps
 
     folder = Path(name).expanduser()
     if _is_run(folder):
@@ -284,9 +341,9 @@ def _is_run(folder: Path) -> bool:
 
 
 def _longest_row(model: str, request: Request) -> int:
-    from acc_lm.adapter import open_adapter
     from acc_lm.config import ModelConfig
-    from acc_lm.model import longest_input
+    from acc_lm.modeling.adapter import open_adapter
+    from acc_lm.modeling.pretrained import longest_input
 
     adapter = open_adapter(Path(model))
     where, revision = (adapter.base, adapter.revision) if adapter else (model, request.revision)
@@ -299,15 +356,14 @@ def _longest_row(model: str, request: Request) -> int:
 
 
 def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, Any], list[str]] | None:
-    """The figures, and what is to be said of them; None on all processes but the main one."""
+    """Figures of the evaluation and notes on them; None on all processes but the main one."""
     from tqdm import tqdm
 
     from acc_lm import runtime
-    from acc_lm.chat import day_of
-    from acc_lm.export import exported_steps
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.scoring import build_scored_model, read_documents, score, write_rows
-    from acc_lm.tokenizer import load_tokenizer
+    from acc_lm.chat.template import day_of
+    from acc_lm.evaluation.scoring import build_scored_model, read_documents, score, write_rows
+    from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.text.tokenizer import load_tokenizer
 
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config)
@@ -340,25 +396,7 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
     share = math.ceil(len(text.rows) / accelerator.num_processes)
     with bar("score", share, "row") as shown:
         scores = score(accelerator, model, text, config.training.micro_batch_size, shown.update)
-    result = scores.result()
-    steps = exported_steps(Path(str(config.model.name_or_path)))
-    figures: dict[str, Any] = {
-        "model": str(config.model.name_or_path),
-        "step": steps[0] if steps else None,
-        "data": list(request.data) or ("held out by the run" if run else "held out"),
-        "text": text.about,
-        "sequence_length": config.data.sequence_length,
-        "strategy": identity.strategy,
-        "num_processes": identity.num_processes,
-        "precision": identity.precision,
-        "documents": len(text.places),
-        "targets": result.num_targets,
-        "bytes": int(scores.num_bytes.sum()),
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte,
-        "token_accuracy": result.token_accuracy,
-    }
+    figures = _figures(request, config, run, text, scores, identity)
     prompts: list[Prompt] = []
     answers: list[str | None] = []
     notes: list[str] = []
@@ -375,13 +413,40 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
     return (figures, notes) if is_main else None
 
 
+def _figures(
+    request: Request, config: Config, run: Path | None, text: ScoredText, scores: Scores, identity: Identity
+) -> dict[str, Any]:
+    """Figures that `--json` prints, by name, without those of --generate and --predictions."""
+    from acc_lm.export.export import exported_steps
+
+    result = scores.result()
+    steps = exported_steps(Path(str(config.model.name_or_path)))
+    return {
+        "model": str(config.model.name_or_path),
+        "step": steps[0] if steps else None,
+        "data": list(request.data) or ("held out by the run" if run else "held out"),
+        "text": text.about,
+        "sequence_length": config.data.sequence_length,
+        "strategy": identity.strategy,
+        "num_processes": identity.num_processes,
+        "precision": identity.precision,
+        "documents": len(text.places),
+        "targets": result.num_targets,
+        "bytes": int(scores.num_bytes.sum()),
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+        "token_accuracy": result.token_accuracy,
+    }
+
+
 def _answers(
     request: Request, config: Config, accelerator: Accelerator, tokenizer: Any, text: ScoredText, bar: Any
 ) -> tuple[list[Prompt], list[str | None]]:
-    """Of the model as transformers loads it, whole on every process."""
-    from acc_lm.completions import complete, prompts_of
-    from acc_lm.export import load_exported
-    from acc_lm.model import DTYPES
+    """Prompts, and the answers of the model as transformers loads it, in full on every process."""
+    from acc_lm.evaluation.completions import complete, prompts_of
+    from acc_lm.export.exported import load_exported
+    from acc_lm.modeling.build import DTYPES
 
     prompts = prompts_of(text, tokenizer)
     model = load_exported(
@@ -401,7 +466,7 @@ def _answers(
 
 
 def _grade(text: ScoredText, answers: list[str | None]) -> tuple[dict[str, float], list[str]]:
-    """The answers beside their references, by the metrics whose packages are here, and what to say of the others."""
+    """Metrics of the answers compared with their references, and notes on answers and packages that are missing."""
     found: dict[str, float] = {}
     notes: list[str] = []
     missing = answers.count(None)
@@ -410,7 +475,7 @@ def _grade(text: ScoredText, answers: list[str | None]) -> tuple[dict[str, float
     with tempfile.TemporaryDirectory() as folder:
         for name, kind in METRICS.items():
             try:
-                module = importlib.import_module(f"acc_lm.evaluate_modules.{name}")
+                module = importlib.import_module(f"acc_lm.evaluation.metrics.{name}")
             except ModuleNotFoundError as error:
                 notes.append(f"no {name}: the package {error.name} is not installed; pip install 'acc-lm[metrics]'")
                 continue

@@ -1,23 +1,27 @@
-"""`acc-lm keep-going`: start a run again until it has ended, or until starting it again gets it nowhere."""
+"""`acc-lm keep-going`: restart a run until it has ended, or until a restart makes no progress."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from acc_lm.cli.arguments import Mode, parse_train_arguments
+from acc_lm.cli.train import parse_train_arguments
+from acc_lm.config import Mode
 from acc_lm.errors import ConfigError, CrashLoopError, MachineError
-from acc_lm.history import newest_checkpoint
+from acc_lm.run_files.metrics_file import newest_checkpoint
+from acc_lm.run_files.output_dir import check_not_in_use, check_output_dir, when_taken
+from acc_lm.run_files.summary import FILE, write_failure
 from acc_lm.stop import SIGNALS
-from acc_lm.summary import FILE, check_not_in_use, check_output_dir, when_taken, write_failure
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no word"}
@@ -25,19 +29,36 @@ STOPPED_BY_A_PERSON = "the file STOP"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> int:
-    """Run a command that calls train.py, as often as it takes; returns the exit code of the last attempt's status.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--attempts", type=int, metavar="N", help="at most (default: as many as get it further)")
+    parser.add_argument("--pause", type=float, default=5, metavar="SECONDS", help="between two attempts (default 5)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
 
-    Launchers turn every exit code into 1, so the status is read from `summary.json`. An attempt that changed nothing there was
-    killed if a signal says so, or the lock that it left in the folder; else it never became a run. A signal is passed on, and
-    after it nothing is started again.
+
+def run(known: argparse.Namespace) -> int:
+    for name, wrong, wanted in (
+        ("attempts", known.attempts is not None and known.attempts < 1, "at least 1"),
+        ("pause", not 0 <= known.pause < math.inf, "0 or more"),
+    ):
+        if wrong:
+            raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; change it")
+    command = known.command[1:] if known.command[:1] == ["--"] else known.command
+    return keep_going(command, known.attempts, known.pause)
+
+
+def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> int:
+    """Run a command that calls train.py until its run has ended; return the exit code of the last attempt's status.
+
+    Launchers turn every exit code into 1, so the status is read from `summary.json`. An attempt that left it unchanged
+    was killed if a signal or the lock that it left in the folder shows so; otherwise it never became a run. A signal is
+    forwarded to the attempt, and no attempt is started after it.
 
     Args:
-        attempts: at most; None: as many as get the run further.
-        pause: seconds between two attempts.
+        attempts: Maximum number of attempts; None: as many as make progress.
+        pause: Seconds between two attempts.
 
     Raises:
-        ConfigError: no command that trains, any problem of its recipe, or another run in its folder.
+        ConfigError: the command does not train, its recipe has a problem, or another run uses its folder.
         MachineError: the command ended before it became a run.
         CrashLoopError: two attempts in a row ended at the same checkpoint.
     """
@@ -59,42 +80,27 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             check_not_in_use(output_dir)
             summary_before, taken_before = _summary(output_dir), when_taken(output_dir)
             running = _start(command)
-            if stopped_by is not None:  # it came before there was anybody to pass it on to
+            if stopped_by is not None:  # it arrived before there was a process to forward it to
                 running.send_signal(stopped_by)
-            code = running.wait()
-            running = None
+            code, running = running.wait(), None
             _wait_for_what_it_left(patience)
-            check_not_in_use(output_dir)  # what this attempt left has ended
-            summary, was_taken = _summary(output_dir), when_taken(output_dir) not in (None, taken_before)
-            had_folder |= was_taken or summary != summary_before
-            if summary == summary_before and (code or summary.get("status") != "completed"):
-                if 0 <= code < 128 and not was_taken and stopped_by is None:
-                    raise _no_run(code, output_dir)
-                summary = KILLED | {"exit_code": code if code >= 0 else 128 - code}
+            check_not_in_use(output_dir)  # all processes of this attempt have ended
+            was_taken = when_taken(output_dir) not in (None, taken_before)
+            summary = _summary_after(output_dir, summary_before, code, was_taken or stopped_by is not None)
+            had_folder |= was_taken or _summary(output_dir) != summary_before
             step = _newest_step(output_dir)
             reason = f" ({summary['reason']})" if summary["reason"] else ""
             ended = f"attempt {number} ended after step {step}: {summary['status']}{reason}"
-            # Whoever made the file wants an end; a time limit is one of each attempt.
+            # The file STOP ends the whole run; a time limit ends only one attempt.
             is_over = summary["status"] not in AGAIN or summary["reason"] == STOPPED_BY_A_PERSON
             if is_over or stopped_by is not None or number == attempts:
                 print(ended, file=sys.stderr, flush=True)
                 return int(summary["exit_code"])
             if step == last_step:
-                if had_folder:
-                    write_failure(
-                        str(output_dir), CrashLoopError.status, CrashLoopError.exit_code, f"{last}; {ended}", True
-                    )
-                raise CrashLoopError(
-                    last,
-                    ended,
-                    f"a new attempt must get further than the one before, got step {step} twice; see above what ends them, "
-                    "and start again when it is mended",
-                )
+                raise _crash_loop(last, ended, step, output_dir if had_folder else None)
             last, last_step = ended, step
             print(f"{ended}; starting again in {pause:g} s", file=sys.stderr, flush=True)
-            end = time.monotonic() + pause
-            while stopped_by is None and time.monotonic() < end:
-                time.sleep(0.05)
+            _wait(pause, lambda: stopped_by is not None)
             if stopped_by is not None:
                 return int(summary["exit_code"])
     finally:
@@ -102,8 +108,40 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             signal.signal(signal_number, handler)
 
 
+def _summary_after(output_dir: Path, before: dict[str, Any], code: int, was_run: bool) -> dict[str, Any]:
+    """`summary.json` of an attempt with this exit code, or the summary of a killed one if it left none.
+
+    Raises:
+        MachineError: the attempt never became a run.
+    """
+    summary = _summary(output_dir)
+    if summary != before or (code == 0 and summary.get("status") == "completed"):
+        return summary
+    if 0 <= code < 128 and not was_run:
+        raise _no_run(code, output_dir)
+    return KILLED | {"exit_code": code if code >= 0 else 128 - code}
+
+
+def _wait(seconds: float, is_over: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _crash_loop(last: str, ended: str, step: int, output_dir: Path | None) -> CrashLoopError:
+    """Error for two attempts that ended at the same checkpoint, also written to their folder if they had one."""
+    if output_dir is not None:
+        write_failure(str(output_dir), CrashLoopError.status, CrashLoopError.exit_code, f"{last}; {ended}", True)
+    return CrashLoopError(
+        last,
+        ended,
+        f"a new attempt must get further than the one before, got step {step} twice; see above what ends them, "
+        "and start again when it is mended",
+    )
+
+
 def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
-    """Folder of the run that the command starts, and how long its processes wait for each other at most."""
+    """Folder of the run that the command starts, and the maximum time, in seconds, that its processes wait for each other."""
     places = [i for i, word in enumerate(command) if Path(word).name == "train.py"]
     if not places:
         raise ConfigError(
@@ -122,11 +160,11 @@ def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C comes to it once, from here."""
+    """Start the command in a session of its own, so that a Ctrl-C reaches it only once, through this process."""
     if sys.platform != "linux":
         return _popen(command, None)
     libc = ctypes.CDLL(None)
-    # What a dead launcher leaves behind still saves; its processes become ours, so that they can be waited for.
+    # Processes that outlive their launcher still save; they become children of this process, so that it can wait for them.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     return _popen(command, lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM))
 
@@ -141,7 +179,10 @@ def _popen(command: Sequence[str], before: Any) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_what_it_left(seconds: float) -> None:
-    """Two attempts must not write to one folder; whoever hangs for longer than the run itself would wait is killed."""
+    """Wait until all processes of an attempt have ended, because two attempts must not write to one folder.
+
+    After `seconds`, the time that the run itself would wait, the remaining processes are killed.
+    """
     import psutil
 
     end = time.monotonic() + seconds
@@ -163,7 +204,7 @@ def _no_run(code: int, output_dir: Path) -> MachineError:
         f"the command after -- must get as far as the run, got exit code {code} and nothing new in {output_dir}; "
         "see its own error above"
     )
-    error.exit_code = code if code > 1 else MachineError.exit_code  # 1 is every launcher's
+    error.exit_code = code if code > 1 else MachineError.exit_code  # launchers turn every code into 1
     return error
 
 

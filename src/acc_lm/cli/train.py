@@ -1,7 +1,8 @@
-"""Every way for a run to end: one line on the terminal, `summary.json`, and the exit code."""
+"""`train.py`'s command line, and every way a run can end: one line on the terminal, `summary.json`, and the exit code."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
@@ -14,19 +15,25 @@ from typing import NoReturn
 
 import psutil
 
-from acc_lm.cli.arguments import Mode, parse_train_arguments
-from acc_lm.config import Config
-from acc_lm.errors import EXIT_INTERRUPTED, Preempted, UserError, print_problems
+from acc_lm.config import Config, Mode
+from acc_lm.config.loading import dump_config, load_config
+from acc_lm.config.messages import FOREIGN_NAMES
+from acc_lm.config.reference import help_text
+from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, Preempted, UserError, print_problems
+from acc_lm.launcher import die_with_launcher
 from acc_lm.redaction import print_anything, redact
-from acc_lm.stop import StopRequest, die_with_launcher, handlers_kept
-from acc_lm.summary import open_output_dir, write_failure
+from acc_lm.run_files.output_dir import open_output_dir
+from acc_lm.run_files.summary import write_failure
+from acc_lm.stop import StopRequest, handlers_kept
+
+USAGE = "train.py [--config FILE] [--dry-run | --eval-only] [--print-config] [section.key=value ...]"
 
 
 def end_at_once(output_dir: str | None, error: UserError) -> NoReturn:
-    """End this process from any of its threads, while its main one waits in a library, as `run_to_its_end` ends it.
+    """End this process from any of its threads as `run_to_its_end` does, while the main thread waits in a library.
 
     Args:
-        output_dir: of the run; None: it leaves no summary.
+        output_dir: Folder of the run; None: write no summary.
     """
     try:
         print_problems(error)
@@ -40,7 +47,7 @@ def end_at_once(output_dir: str | None, error: UserError) -> NoReturn:
 def run_to_its_end(
     train: Callable[[Config, StopRequest, Mode], int], arguments: Sequence[str], default_recipe: Path
 ) -> int:
-    """Parse the command line, train, and turn whatever comes of it into the exit code that it stands for."""
+    """Parse the command line, train, and turn the outcome into its exit code."""
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
     began, is_ours = time.time(), False
     print_anything()
@@ -53,7 +60,8 @@ def run_to_its_end(
         die_with_launcher()
         output_dir = Path(config.output_dir)
         with StopRequest(output_dir, config.training.max_minutes).listening() as stop_request, ExitStack() as stack:
-            stack.enter_context(open_output_dir(output_dir, alone=mode != Mode.DRY_RUN))  # that may try beside a run
+            # A dry run may use the folder of a run that is under way.
+            stack.enter_context(open_output_dir(output_dir, alone=mode != Mode.DRY_RUN))
             is_ours = mode == Mode.TRAIN
             try:
                 return train(config, stop_request, mode)
@@ -85,3 +93,62 @@ def run_to_its_end(
         if reason and is_ours and config:
             write_failure(config.output_dir, status, code, reason, speaks, began)
     return code
+
+
+def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tuple[Config, Mode] | None:
+    """Recipe of this command line and the mode to run it in; None after --print-config, which has printed the recipe.
+
+    Raises:
+        ConfigError: an unknown argument, or any problem of the recipe.
+    """
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage=USAGE,
+        description="Train a causal language model: the recipe says what to learn, the Accelerate config only where.",
+        epilog="Keys of a recipe; each can be set on the command line as section.key=value:\n" + help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", type=Path, default=default_recipe, metavar="FILE", help="recipe (default: recipes/quickstart.yaml)"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved recipe, which reproduces the run, and exit"
+    )
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--dry-run",
+        action="store_const",
+        const=Mode.DRY_RUN,
+        default=Mode.TRAIN,
+        dest="mode",
+        help="one step, one evaluation, one save and one load on this launch's engine, then exit; nothing is kept",
+    )
+    modes.add_argument(
+        "--eval-only",
+        action="store_const",
+        const=Mode.EVAL_ONLY,
+        dest="mode",
+        help="evaluate the newest checkpoint of output_dir, else model.name_or_path, add a line to metrics.jsonl, and exit",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe; the last one wins"
+    )
+    known, unknown = parser.parse_known_intermixed_args(list(arguments))
+    strange = [argument for argument in unknown if argument.startswith("-")]
+    if strange:
+        raise ConfigError(*(_explain_option(option) for option in strange))
+    config = load_config(known.config, known.overrides)
+    if known.print_config:
+        print(dump_config(config), end="")
+        return None
+    return config, known.mode
+
+
+def _explain_option(option: str) -> str:
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    if name in FOREIGN_NAMES:
+        hint = f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}=VALUE"
+    else:
+        hint = "keys are written without dashes, as section.key=value"
+    return f"command line: must be --config, --dry-run, --eval-only, --print-config or section.key=value, got {option!r}; {hint}"

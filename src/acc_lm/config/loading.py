@@ -1,152 +1,40 @@
-"""A recipe as text: file and command line -> one validated `Config`, and back."""
+"""Recipe as text: file and command line -> one validated `Config`, and back."""
 
 from __future__ import annotations
 
 import difflib
 import io
-import json
 import re
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
-from acc_lm.config import Config, Section, flatten
+from acc_lm.config import Config, flatten
+from acc_lm.config.messages import COMMAND, MAY_HAVE_LINES, explain_problem, place_in_recipe
 from acc_lm.errors import ConfigError
 from acc_lm.redaction import CONTROL, HIDDEN, URL_LOGIN, is_secret
 
-# Names that people bring from other tools, and what they are called here.
-FOREIGN_NAMES = {
-    "model_name_or_path": "model.name_or_path",
-    "base_model": "model.name_or_path",
-    "model_revision": "model.revision",
-    "torch_dtype": "model.dtype",
-    "activation_checkpointing": "model.gradient_checkpointing",
-    "dataset_name": "data.dataset",
-    "dataset_mixture": "data.mixture",
-    "datasets": "data.mixture",
-    "dataset_mixer": "data.mixture",
-    "train_file": "data.files",
-    "validation_file": "data.eval_files",
-    "eval_dataset": "data.eval_files (data.evaluation_sets for several by name)",
-    "eval_datasets": "data.evaluation_sets",
-    "test_datasets": "data.evaluation_sets",
-    "dataset_text_field": "data.text_column",
-    "max_seq_length": "data.sequence_length",
-    "max_length": "data.sequence_length",
-    "sequence_len": "data.sequence_length",
-    "block_size": "data.sequence_length",
-    "dataloader_num_workers": "data.num_workers",
-    "per_device_train_batch_size": "training.micro_batch_size",
-    "per_device_eval_batch_size": "training.micro_batch_size",
-    "batch_size": "training.global_batch_size (rows of all processes) or training.micro_batch_size (of one forward)",
-    "train_batch_size": "training.global_batch_size",
-    "global_train_batch_size": "training.global_batch_size",
-    "gradient_accumulation_steps": "training.global_batch_size (accumulation is derived from it)",
-    "accumulate_grad_batches": "training.global_batch_size (accumulation is derived from it)",
-    "num_train_epochs": "training.num_epochs",
-    "max_epochs": "training.num_epochs",
-    "epochs": "training.num_epochs",
-    "max_train_steps": "training.max_steps",
-    "max_iters": "training.max_steps",
-    "logging_steps": "training.log_every",
-    "log_every_n_steps": "training.log_every",
-    "log_interval": "training.log_every",
-    "eval_steps": "training.eval_every",
-    "eval_interval": "training.eval_every",
-    "val_check_interval": "training.eval_every",
-    "eval_strategy": "training.eval_every",
-    "evaluation_strategy": "training.eval_every",
-    "precision": "training.mixed_precision",
-    "tf32": "training.allow_tf32",
-    "full_determinism": "training.deterministic",
-    "lr": "optimizer.learning_rate",
-    "optim": "optimizer.name",
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "adam_epsilon": "optimizer.epsilon",
-    "gradient_clip_val": "optimizer.max_grad_norm",
-    "grad_clip": "optimizer.max_grad_norm",
-    "lr_scheduler_type": "schedule.name",
-    "lr_scheduler_kwargs": "schedule.arguments",
-    "warmup_ratio": "schedule.warmup_steps",
-    "warmup_iters": "schedule.warmup_steps",
-    "min_lr": "schedule.min_learning_rate",
-    "save_steps": "checkpoint.every",
-    "save_strategy": "checkpoint.every",
-    "checkpointing_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "save_top_k": "checkpoint.keep_best",
-    "load_best_model_at_end": "export.weights (best)",
-    "metric_for_best_model": "checkpoint.best_metric",
-    "greater_is_better": "checkpoint.best_metric (its direction is known)",
-    "early_stopping_threshold": "training.early_stopping_min_improvement",
-    "early_stop_patience": "training.early_stopping_patience",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "ckpt_path": "checkpoint.resume",
-    "overwrite_output_dir": "checkpoint.resume",
-    "default_root_dir": "output_dir",
-    "data_seed": "seed",
-    "wandb_project": "tracking.project",
-    "with_tracking": "tracking.report_to",
-    "ddp_timeout": "distributed.timeout_seconds",
-    "ddp_find_unused_parameters": "distributed.find_unused_parameters",
-    "ddp_bucket_cap_mb": "distributed.bucket_cap_mb",
-    "bf16": "training.mixed_precision",
-    "fp16": "training.mixed_precision",
-    "dataset_config_name": "data.dataset_config",
-    "validation_split_percentage": "data.eval_fraction",
-    "max_tokens": "training.max_steps (tokens / (global batch x sequence length))",
-    "eval_iters": "training.eval_batches",
-    "limit_val_batches": "training.eval_batches",
-    "num_warmup_steps": "schedule.warmup_steps",
-    "lr_warmup_steps": "schedule.warmup_steps",
-    "lr_decay_iters": "training.max_steps (the decay ends with the last step)",
-    "max_norm": "optimizer.max_grad_norm",
-    "beta1": "optimizer.betas",
-    "beta2": "optimizer.betas",
-    "save_interval": "checkpoint.every",
-    "always_save_checkpoint": "checkpoint.every",
-    "out_dir": "output_dir",
-    "logger_name": "tracking.report_to",
-    "wandb_log": "tracking.report_to",
-    "wandb_run_name": "tracking.run_name",
-    "tokenizer_dir": "tokenizer.name_or_path",
-    "tokenizer_name": "tokenizer.name_or_path",
-    "ddp_backend": "distributed.backend",
-    "ddp_broadcast_buffers": "distributed.broadcast_buffers",
-    "ddp_static_graph": "distributed.static_graph",
-    "use_peft": "adapter.kind (lora)",
-    "use_lora": "adapter.kind (lora)",
-    "peft_type": "adapter.kind (lora)",
-    "lora_r": "adapter.rank",
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_target": "adapter.target_modules",
-    "lora_target_modules": "adapter.target_modules",
-    "lora_target_linear": "adapter.target_modules (all-linear)",
-    "peft_use_dora": "adapter.use_dora",
-    "peft_use_rslora": "adapter.use_rslora",
-    "freeze_parameters": "model.freeze",
-}
-COMMAND = "command line"
-MAY_HAVE_LINES = ("export.sample_prompt", "tracking.sample_prompts")
-
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe file, lay `dotted.key=value` overrides over it and validate the whole.
+    """Read a recipe file, apply `dotted.key=value` overrides to it and validate the result.
 
     Raises:
         ConfigError: with one line for each problem found.
     """
+    try:
+        return _load(file, overrides)
+    except RecursionError:  # an alias inside its own anchor, or thousands of brackets
+        raise ConfigError(
+            f"{file} with its overrides must be a tree of keys, got a value that contains itself or is nested too deeply; write it out"
+        ) from None
+
+
+def _load(file: str | Path, overrides: Sequence[str]) -> Config:
     values, lines = _read(Path(file))
     if "compute_environment" in values:
         raise ConfigError(
@@ -155,22 +43,25 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
         )
     sources = {key: f"{file}:{line}" for key, line in lines.items()}
     problems = [problem for override in overrides if (problem := _apply(values, sources, override))]
+    if other := next(_keys_that_are_no_text(values), None):
+        where, key = other
+        raise ConfigError(f"{file}: keys must be words, got {key!r} in {where or 'the recipe'}; remove it, or quote it")
     flat = flatten(values)
     secrets = [key for key in flat if is_secret(key.split(".")[-1]) and key.split(".")[0] != "model"]
     for key in secrets:
         problems.append(
-            f"{_where(sources, key)}{key} must not be in a recipe; use the environment, `hf auth login` or `wandb login`"
+            f"{place_in_recipe(sources, key)}{key} must not be in a recipe; use the environment, `hf auth login` or `wandb login`"
         )
     for key, value in flat.items():
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
         if any(URL_LOGIN.search(text) for text in texts):
             problems.append(
-                f"{_where(sources, key)}{key} must not hold a login in a URL, which is written to the files of the run; "
+                f"{place_in_recipe(sources, key)}{key} must not hold a login in a URL, which is written to the files of the run; "
                 "use the environment, `hf auth login` or ~/.netrc"
             )
         if key not in MAY_HAVE_LINES and any(CONTROL.search(text) for text in texts):
             problems.append(
-                f"{_where(sources, key)}{key} must be one line without control characters, got {value!r}; remove them"
+                f"{place_in_recipe(sources, key)}{key} must be one line without control characters, got {value!r}; remove them"
             )
     config = None
     try:
@@ -178,11 +69,12 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             if ".".join(map(str, detail["loc"])) not in secrets:
-                problems.append(_explain(detail, sources))
+                problems.append(explain_problem(detail, sources))
     model_config = values.get("model", {}).get("config") if isinstance(values.get("model"), dict) else None
     if isinstance(model_config, dict):
         problems += [
-            f"{_where(sources, f'model.config.{key}')}{problem}" for key, problem in model_config_problems(model_config)
+            f"{place_in_recipe(sources, f'model.config.{key}')}{problem}"
+            for key, problem in model_config_problems(model_config)
         ]
     if problems or config is None:
         raise ConfigError(*dict.fromkeys(problems))
@@ -190,7 +82,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved recipe as YAML that `load_config` reads back to an equal `Config`."""
+    """Resolved recipe as YAML, which `load_config` reads back to an equal `Config`."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
@@ -201,10 +93,10 @@ def dump_config(config: Config) -> str:
 
 
 def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """What transformers would swallow or choke on in `model.config`: [(field, message)].
+    """Problems in `model.config` that transformers would ignore or fail on: [(field, message)].
 
-    transformers accepts a misspelt field silently, so names are compared with those of the model type's own class, and
-    with those that its code reads without declaring them, as published configs have them too.
+    transformers accepts a misspelt field silently, so names are compared with the fields of the model type's config class
+    and with those that its code reads without declaring them, because published configs contain these too.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
@@ -239,7 +131,7 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
     if not problems:
         try:
             config_class(**{key: value for key, value in values.items() if key != "model_type"})
-        except Exception as error:  # each config class raises its own kinds; all mean that the values do not fit
+        except Exception as error:  # each config class raises its own error types; all mean that the values do not fit
             text = " ".join(str(error).split())
             field = re.search(r"for field '(\w+)'", text)
             reason = text.split("Error: ", 1)[-1].rstrip(".")
@@ -250,7 +142,7 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _undeclared_fields(config_class: Any) -> set[str]:
-    """Names that a model type's own source reads from its config, whether the config's class declares them or not."""
+    """Names that a model type's own source reads from its config, whether or not the config class declares them."""
     import inspect
 
     file = Path(inspect.getfile(config_class))
@@ -269,7 +161,7 @@ def _yaml() -> YAML:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a YAML file, and the line of every dotted key."""
+    """Mapping in a YAML file, and the line number of every dotted key."""
     if not file.is_file():
         folder = file.parent if file.parent.is_dir() else Path("recipes")
         near = difflib.get_close_matches(str(file), [str(p) for p in sorted(folder.glob("*.yaml"))], n=1, cutoff=0.3)
@@ -296,6 +188,17 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return values, dict(_key_lines(node))
 
 
+def _keys_that_are_no_text(values: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """(section, key) of each key that YAML reads as a number, a date, nothing and the like."""
+    if isinstance(values, list | tuple):
+        values = dict(zip(map(str, range(len(values))), values, strict=True))
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if not isinstance(key, str):
+            yield where, key
+        else:
+            yield from _keys_that_are_no_text(value, f"{where}.{key}".lstrip("."))
+
+
 def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(node, MappingNode):
         for key, value in node.value:
@@ -304,7 +207,7 @@ def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> str | None:
-    """Lay one `dotted.key=value` over the mapping; returns the problem with it, if any."""
+    """Apply one `dotted.key=value` to the mapping; return the problem with it, if any."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals and key.endswith((".yaml", ".yml")):
@@ -333,210 +236,3 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
     place[last] = value
     sources[key] = COMMAND
     return None
-
-
-# --- explaining ----------------------------------------------------------------------------------------------------
-
-
-def _where(sources: dict[str, str], key: str) -> str:
-    """`file:line: ` or `command line: ` of a key, or of the nearest section around it, which a command may have changed."""
-    section = key.rpartition(".")[0]
-    if key not in sources and COMMAND in (place for name, place in sources.items() if name.startswith(f"{section}.")):
-        return f"{COMMAND}: "
-    while key and key not in sources:
-        key = key.rpartition(".")[0]
-    return f"{sources[key]}: " if key else ""
-
-
-EXPECTATIONS = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "dict_type": "a mapping",
-    "model_type": "a section of keys",
-    "tuple_type": "a list",
-    "too_long": "a shorter list",
-    "missing": "given",
-}
-
-
-def _explain(detail: Any, sources: dict[str, str]) -> str:
-    """One line for one pydantic error."""
-    location = [str(part) for part in detail["loc"]]
-    key, kind, context = ".".join(location), detail["type"], detail.get("ctx", {})
-    where = _where(sources, key)
-    if kind == "extra_forbidden":
-        return f"{where}{key} must be a known key, got {location[-1]!r}; {_right_spelling(location)}"
-    if kind == "value_error":
-        message = str(context["error"])
-        if not location:
-            named = message.split(" ", 1)[0]
-            return f"{_where(sources, named)}{message}"
-        first = message.split(" ", 1)[0]
-        inner = f"{key}.{first}"
-        return f"{_where(sources, inner)}{key}.{message}" if first != "must" else f"{where}{key} {message}"
-    if kind == "missing":
-        return f"{where}{key} must be given, got nothing; add it to the recipe"
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}[kind]
-        limit = next(iter(context.values()))
-        expectation = f"a number {sign} {limit:g}"
-    elif kind == "literal_error":
-        choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        choices = [{"True": "true", "False": "false"}.get(choice, choice) for choice in choices]
-        expectation = f"one of {', '.join(choices)}"
-    elif kind == "missing" or kind not in EXPECTATIONS:
-        expectation = detail["msg"].removeprefix("Input should be ")
-    else:
-        expectation = EXPECTATIONS[kind]
-    given = detail["input"]
-    hint = "change it"
-    if kind == "literal_error" and isinstance(given, str):
-        near = difflib.get_close_matches(given, choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else hint
-    return f"{where}{key} must be {expectation}, got {given!r} ({_type_name(given)}); {hint}"
-
-
-def _type_name(value: Any) -> str:
-    names = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "a boolean", "NoneType": "null"}
-    return names.get(
-        type(value).__name__, {"dict": "a mapping", "list": "a list", "tuple": "a list"}.get(type(value).__name__, "?")
-    )
-
-
-def _right_spelling(location: list[str]) -> str:
-    """The key that was meant: our name for another tool's, the right section, or the nearest spelling."""
-    name = location[-1].replace("-", "_")
-    if name in FOREIGN_NAMES:
-        return f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}"
-    in_list = any(part.isdigit() for part in location)
-    location = [*".".join("[]" if part.isdigit() else part for part in location).replace(".[]", "[]").split(".")]
-    keys = [key for key, *_ in describe_keys() if ("[]" in key) == in_list]
-    same = [key for key in keys if key.split(".")[-1] == name]
-    if same:
-        return f"did you mean {' or '.join(same)}?"
-    section = ".".join(location[:-1])
-    siblings = [key.split(".")[-1] for key in keys if key.rpartition(".")[0] == section]
-    siblings += list(Config.model_fields) if not section else []
-    near = difflib.get_close_matches(name, siblings, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    anywhere = difflib.get_close_matches(name, [key.split(".")[-1] for key in keys], n=1)
-    full = [key for key in keys if anywhere and key.split(".")[-1] == anywhere[0]]
-    return f"did you mean {full[0]}?" if full else "see train.py --help"
-
-
-# --- describing ----------------------------------------------------------------------------------------------------
-
-
-def describe_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, description) of every key; those of a list's sections, `list[].key`, come last."""
-    lists = []
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from describe_keys(field.annotation, f"{prefix}{name}.")
-        else:
-            default = "required" if field.is_required() else _as_yaml(field.get_default(call_default_factory=True))
-            yield f"{prefix}{name}", _type_text(field), default, field.description or ""
-            if (inner := _section_in_list(field.annotation)) is not None:
-                lists.append((inner, f"{prefix}{name}[]."))
-    for inner, inner_prefix in lists:
-        yield from describe_keys(inner, inner_prefix)
-
-
-def _section_in_list(annotation: Any) -> type[Section] | None:
-    item = (*typing.get_args(annotation), None)[0] if typing.get_origin(annotation) is tuple else None
-    return item if isinstance(item, type) and issubclass(item, Section) else None
-
-
-def _title(section: str) -> str:
-    """What the class of a section says of it."""
-    if not section:
-        return "The run."
-    found: Any = Config
-    for name in section.split("."):
-        annotation = found.model_fields[name.removesuffix("[]")].annotation
-        found = _section_in_list(annotation) or annotation
-    return str(found.__doc__)
-
-
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return json.dumps(list(value))
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-def _type_text(field: FieldInfo) -> str:
-    def text(annotation: Any) -> str:
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin is typing.Literal:
-            return " | ".join(map(_as_yaml, arguments))
-        if origin is typing.Annotated:
-            return text(arguments[0])
-        if origin in (typing.Union, types.UnionType):
-            return " | ".join(dict.fromkeys(text(a) for a in arguments))
-        if origin is tuple:
-            return f"[{', '.join(text(a) for a in arguments if a is not Ellipsis)}{', ...' if Ellipsis in arguments else ''}]"
-        if origin is dict:
-            return "mapping"
-        if issubclass(annotation, Section):
-            return "mapping"
-        return {"NoneType": "null", "str": "string", "int": "int", "float": "float", "bool": "bool"}[
-            annotation.__name__
-        ]
-
-    return text(field.annotation)
-
-
-def help_text() -> str:
-    """Every key with type, default and meaning, for `--help`."""
-    out = []
-    section = None
-    for key, kind, default, description in describe_keys():
-        name, _, _ = key.rpartition(".")
-        if name != section:
-            section = name
-            out.append(f"\n{name or 'top level'}: {_title(name)}")
-        shown = default if default == "required" else f"default {default}"
-        out.append(f"  {key}  ({kind}; {shown})\n      {description}")
-    return "\n".join(out)
-
-
-def markdown() -> str:
-    """`docs/recipe.md`: the reference of every key."""
-    out = [
-        "# The recipe, key by key",
-        "",
-        "Generated by `acc-lm recipe markdown`; the classes in `src/acc_lm/config.py` are the source.",
-        "A key is set in a YAML file or on the command line as `section.key=value`.",
-    ]
-    section = None
-    for key, kind, default, description in describe_keys():
-        name = key.rpartition(".")[0]
-        if name != section:
-            section = name
-            out += [
-                "",
-                f"## {name or 'top level'}",
-                "",
-                _title(name),
-                "",
-                "| key | type | default | meaning |",
-                "|---|---|---|---|",
-            ]
-        cells = (f"`{key}`", kind, f"`{default}`", description)
-        out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(out) + "\n"
-
-
-def json_schema() -> str:
-    """`recipes/schema.json`: lets an editor complete and check a recipe."""
-    schema = Config.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "acc-lm recipe"
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

@@ -1,8 +1,8 @@
-"""What a model answers: the likeliest token again and again, in batches that change no answer.
+"""Answers of a model to prompts: greedy decoding in batches that do not change the result, or sampling.
 
-Prompts of a batch are padded on their left. Padding and company change a logit by rounding, and a choice only where the
-two likeliest tokens are as close as that. How close they were is noted at every step, and a prompt for which it was too
-close anywhere is answered again, alone. Whether a model can be padded at all is tried with its own weights.
+Prompts of a batch are padded on the left. Padding and the other prompts change a logit by rounding, which changes a choice
+only where the two likeliest tokens are equally close. Their distance is recorded at every step, and a prompt for which it
+was too small anywhere is answered again, alone. Whether a model supports padding is tested with its own weights.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from acc_lm.chat import build_items
-from acc_lm.conversations import template_of
+from acc_lm.chat.conversations import template_of
+from acc_lm.chat.items import build_items
+from acc_lm.evaluation.scoring import ScoredText
 from acc_lm.runtime import gather_objects
-from acc_lm.scoring import ScoredText
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Most that company may move a logit, as a share of the largest; a hundred times what is seen. Other types: 5e-2."""
+"""Largest change of a logit by batching, as a share of the largest logit; 100 x the observed. Other dtypes: 5e-2."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
     ends: tuple[int, ...]
-    """Tokens with which an answer ends."""
+    """Ids of the tokens that end an answer."""
 
 
 def prompts_of(text: ScoredText, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Of each conversation the ids before its last answer, as they stand before it when it is learned."""
+    """Prompt of each conversation: the ids before its last answer, exactly as they precede it in training."""
     assert text.plan is not None
     template = template_of(text.plan, tokenizer)
     prompts = []
@@ -60,22 +60,22 @@ def complete(
     seed: int = 0,
     progress: Callable[[int], object] = lambda num_prompts: None,
 ) -> list[str | None]:
-    """The answer to each prompt; None where it leaves no room for one. Every process calls, and gets all answers.
+    """Answer each prompt; None where a prompt leaves no room for an answer. Every process calls, and gets all answers.
 
     Args:
         model: as transformers loads it, on this process's device.
-        batch_size: prompts at a time; never changes an answer.
-        temperature: 0 always takes the likeliest token; else a prompt's answer depends on `seed` and its place alone.
+        batch_size: prompts per batch; never changes an answer.
+        temperature: 0: always take the likeliest token; else the draws for a prompt depend only on `seed` and its index.
     """
     model.eval()
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else math.inf
     rooms = [int(min(max_new_tokens, limit - len(prompt.ids))) for prompt in prompts]
-    # By what all processes know, so that the batches are the same for any number of them.
+    # Ordered by what all processes know, so that the batches do not depend on the number of processes.
     order = sorted(range(len(prompts)), key=lambda n: (-len(prompts[n].ids), n))
     together = [n for n in order if rooms[n] == max_new_tokens and temperature == 0]
     batches = []
-    for ends in sorted({prompts[n].ends for n in together}):  # what ends one answer is text in another
+    for ends in sorted({prompts[n].ends for n in together}):  # a token that ends one answer can be text in another
         alike = [n for n in together if prompts[n].ends == ends]
         batches += [alike[start : start + batch_size] for start in range(0, len(alike), batch_size)]
     batches += [[n] for n in order if rooms[n] > 0 and (rooms[n] < max_new_tokens or temperature > 0)]
@@ -100,7 +100,7 @@ def _answer(
     if len(prompts) == 1:
         return [_generate(model, prompts, max_new_tokens, temperature, seed).answers[0]]
     together = _generate(model, prompts, max_new_tokens)
-    # The prompt that is padded the most, its first step alone: does this model take padding?
+    # Run the first step of the most padded prompt alone, to test whether this model supports padding.
     shortest = min(range(len(prompts)), key=lambda n: len(prompts[n].ids))
     alone = _generate(model, [prompts[shortest]], 1)
     moved = (together.first_scores[shortest] - alone.first_scores[0]).abs().max().item()
@@ -116,13 +116,13 @@ def _answer(
 class _Generated:
     answers: list[list[int]]
     margins: list[float]
-    """Of each answer, the smallest distance between the two highest logits that a choice was between."""
+    """Smallest distance between the two highest logits over the steps of each answer."""
     first_scores: Tensor
     """Logits of the first token, float32 [B, V]."""
 
 
 class _Watch:
-    """Sees the logits of each step on their way, as transformers' processors of logits do, and leaves them alone."""
+    """Logits processor for transformers that records the logits of each step and does not change them."""
 
     def __init__(self) -> None:
         self.margins: list[Tensor] = []
@@ -152,7 +152,7 @@ def _generate(
     choice: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     )
-    # None of the model's own settings: a penalty or a temperature in them would be another question.
+    # Ignore the model's own settings: a penalty or a temperature in them would change the answers.
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=ends[0], top_k=None, **choice)
     watch = _Watch()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
@@ -168,6 +168,6 @@ def _generate(
     for new, margin_T in zip(output.tolist(), margins_BT, strict=True):
         length = next((n for n, id in enumerate(new) if id in ends), len(new))
         answers.append(new[:length])
-        margins.append(margin_T[: length + 1].min().item())  # to stop was a choice, too
+        margins.append(margin_T[: length + 1].min().item())  # ending the answer was a choice, too
     assert watch.first is not None
     return _Generated(answers, margins, watch.first.cpu())

@@ -1,4 +1,4 @@
-"""Evaluation that no batch size and no number of processes can change: sums, reduced once, divided once."""
+"""Evaluation independent of batch size and number of processes: sums, reduced once, divided once."""
 
 from __future__ import annotations
 
@@ -13,41 +13,38 @@ from torch import nn
 
 from acc_lm.data import Data
 from acc_lm.errors import ConfigError
-from acc_lm.mixture import MixedRows
-from acc_lm.order import evaluation_batches
-from acc_lm.packing import PackedRows
-from acc_lm.rows import Rows, build_loader
+from acc_lm.rows.batch import HeldOutRows, to_device
+from acc_lm.rows.loader import build_loader, evaluation_batches
 from acc_lm.runtime import release_gathered
-from acc_lm.step import to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 PAUSE = 8
-"""Batches between two calls of `between`."""
+"""Number of batches between two calls of `between`."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What held-out text says about a model; everything is a ratio of sums over all of its targets."""
+    """Scores of a model on held-out text; each is a ratio of sums over all targets."""
 
     loss: float
-    """Nats per target."""
+    """Mean loss, in nats per target."""
     token_accuracy: float
-    """Share of targets with the highest logit."""
+    """Share of targets that had the highest logit."""
     bits_per_byte: float | None
-    """Bits per UTF-8 byte of the text that the targets stand for; None where they stand for none, as in empty answers."""
+    """Bits per UTF-8 byte of the targets' text; None where the targets stand for no text, as in empty answers."""
     num_targets: int
     num_bytes: int
-    """Of that text."""
+    """Number of UTF-8 bytes of the targets' text."""
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """Under the names of metrics.jsonl; `name` is that of an evaluation set."""
+        """Scores under the names of metrics.jsonl; `name` is the evaluation set, empty for the held-out text."""
         prefix = f"eval/{name}/" if name else "eval/"
         metrics = {
             f"{prefix}loss": self.loss,
@@ -59,7 +56,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out text and every evaluation set, on the same weights."""
+    """Results on the held-out text and on every evaluation set, for the same weights."""
 
     held_out: EvaluationResult
     sets: dict[str, EvaluationResult]
@@ -70,13 +67,13 @@ class Evaluation:
 
 
 def check_best_metric(data: Data, metric: str, num_rows: int | None = None) -> None:
-    """Refuse a `checkpoint.best_metric` that no evaluation of this text will have.
+    """Refuse a `checkpoint.best_metric` that evaluations of this text never report.
 
     Args:
-        num_rows: most rows of each set, as in `evaluate_all`.
+        num_rows: maximum number of rows of each set, as in `evaluate_all`.
 
     Raises:
-        ConfigError: bits per byte of targets that stand for no text.
+        ConfigError: the metric is bits per byte, but the targets stand for no text.
     """
     *names, kind = metric.split("/")[1:]
     if kind != "bits_per_byte":
@@ -101,7 +98,10 @@ def evaluate_all(
     num_rows: int | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """`evaluate_rows` of the held-out text, then of each evaluation set; `num_rows` is the most of each."""
+    """Evaluate each evaluation set, then the held-out text, on at most `num_rows` rows each.
+
+    With a mixture, the held-out result is pooled from the results of its sources.
+    """
     sets = {
         name: evaluate_rows(accelerator, model, rows, batch_size, num_rows, between)
         for name, rows in data.evaluation_sets.items()
@@ -114,7 +114,7 @@ def evaluate_all(
 
 
 def pool(results: Sequence[EvaluationResult]) -> EvaluationResult:
-    """The result on all of their targets together."""
+    """Combine results into the result on all of their targets together."""
     targets, num_bytes = sum(result.num_targets for result in results), sum(result.num_bytes for result in results)
     nll = sum(result.loss * result.num_targets for result in results)
     return EvaluationResult(
@@ -128,7 +128,7 @@ def pool(results: Sequence[EvaluationResult]) -> EvaluationResult:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Forward passes without dropout and gradients; afterwards the model is as it was."""
+    """Context for forward passes without dropout and gradients; restores the model's mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -142,16 +142,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def evaluate_rows(
     accelerator: Accelerator,
     model: nn.Module,
-    rows: Rows | PackedRows | MixedRows,
+    rows: HeldOutRows,
     batch_size: int,
     num_rows: int | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
-    """Exact evaluation of the first `num_rows` rows (None: all), shared out over the processes.
+    """Exact evaluation of the first `num_rows` rows (None: all), divided among the processes.
 
     Args:
         batch_size: rows per forward pass of one process; never changes the result.
-        between: called by every process after every few batches; what it raises ends the evaluation.
+        between: called by every process after every few batches; an exception from it ends the evaluation.
     """
     num_rows = len(rows) if num_rows is None else min(num_rows, len(rows))
     batches = evaluation_batches(
@@ -159,7 +159,7 @@ def evaluate_rows(
         batch_size=batch_size,
         process=accelerator.process_index,
         num_processes=accelerator.num_processes,
-        lengths=rows.lengths if isinstance(rows, PackedRows) and rows.padded else None,
+        lengths=rows.padded_lengths,
     )
     device = accelerator.device
     dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -1,7 +1,7 @@
-"""What the model writes at each evaluation, in `samples.jsonl` and in the trackers.
+"""Samples: greedy continuations of prompts at each evaluation, in `samples.jsonl` and in the trackers.
 
-Every process generates the same tokens with the prepared model, so sharded weights need not be put together. The likeliest
-token is taken each time: nothing is drawn, and the steps after are those of a run without samples.
+Every process generates the same tokens with the prepared model, so sharded weights need not be gathered. The likeliest
+token is always taken: no random numbers are drawn, so the next steps are those of a run without samples.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from acc_lm import history
-from acc_lm.chat import question_ids
+from acc_lm.chat.items import question_ids
 from acc_lm.config import Config
-from acc_lm.evaluation import evaluating
-from acc_lm.packing import WIDTH
+from acc_lm.evaluation.held_out import evaluating
+from acc_lm.rows.packing import WIDTH
+from acc_lm.run_files import metrics_file
 from acc_lm.runtime import on_main
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from acc_lm.data import Data
 
 PAUSE = 8
-"""Tokens between two calls of `between`."""
+"""Number of tokens between two calls of `between`."""
 
 
 def write_samples(
@@ -37,10 +37,10 @@ def write_samples(
     step: int,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Continue each prompt of the recipe and note it; {} when it wants no samples. Every process calls.
+    """Continue each prompt and record the result; {} when the recipe wants no samples. Every process calls.
 
     Args:
-        between: called by every process after every few tokens; what it raises leaves the samples out.
+        between: called by every process after every few tokens; if it raises, no samples are written.
 
     Returns:
         {"samples": [{"step", "prompt", "text"}]}, for trackers.
@@ -60,12 +60,12 @@ def write_samples(
         {"step": step, "prompt": tokenizer.decode(prompt), "text": tokenizer.decode(_until_end(answer, tokenizer))}
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    on_main(accelerator, lambda: history.replace_samples(Path(config.output_dir), step, samples))
+    on_main(accelerator, lambda: metrics_file.replace_samples(Path(config.output_dir), step, samples))
     return {"samples": samples}
 
 
 def prompts_of(data: Data, config: Config) -> list[list[int]]:
-    """Ids of the prompts: of a conversation with roles, the user's turn as the template writes it; without any, held-out text."""
+    """Ids of the prompts: held-out text if the recipe has none; with roles, a user's turn in the chat template."""
     tokenizer: Any = data.tokenizer
     if not config.tracking.sample_prompts:
         return [data.prompt_ids()]
@@ -88,16 +88,16 @@ def _continue(
     packs: bool,
     between: Callable[[], None],
 ) -> list[list[int]]:
-    """The likeliest next ids of each prompt, as many forward passes as there are to be tokens.
+    """Likeliest next ids of each prompt, with one forward pass per token.
 
-    What stands to the right of a row's end is never seen by a causal model, so it needs no mask.
+    A causal model never sees what is to the right of a prompt's end, so it needs no mask.
 
     Args:
-        length: of a row in training.
-        packs: whether the model was prepared for rows of several documents.
+        length: tokens of a row in training.
+        packs: True: the model was prepared for rows of several documents.
     """
     longest = max(map(len, prompts)) + num_tokens
-    # Rows of documents are as wide as in training: their masks are made for that.
+    # Packed rows are as wide as in training, because their masks are built for that width.
     width = length if packs else min(length, -(-longest // WIDTH) * WIDTH)
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in enumerate(prompts):

@@ -1,8 +1,8 @@
-"""What a model makes of each document of a text: the rows of `evaluation`, with their losses added up by document.
+"""Scores of a model on each document of a text: the rows of an evaluation, with their losses summed by document.
 
     documents ──► rows (cut or packed as in a run) ──► losses by position ──► sums by document ──► EvaluationResult
 
-A document's sums do not depend on which process had which of its rows, so neither does anything made of them.
+A document's sums do not depend on which process had which of its rows, so neither does any score computed from them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from acc_lm.adapter import open_adapter
-from acc_lm.chat import Conversation, ItemCounts, build_items, check, describe
+from acc_lm.chat.conversations import ChatPlan, bytes_of_targets, plan_of, template_of
+from acc_lm.chat.items import ItemCounts, build_items, check, describe
+from acc_lm.chat.records import Conversation
 from acc_lm.config import DataConfig, ModelConfig
-from acc_lm.conversations import ChatPlan, bytes_of_targets, plan_of, template_of
 from acc_lm.data import text_key
-from acc_lm.documents import encode_each, split_documents
 from acc_lm.errors import CheckpointError, ConfigError, DataError
-from acc_lm.evaluation import EvaluationResult
-from acc_lm.export import load_exported, written_aside
-from acc_lm.losses import IGNORE_INDEX
-from acc_lm.model import build_empty_model, build_model, make_ready
-from acc_lm.order import evaluation_batches
-from acc_lm.packing import PackedRows, one_per_row, pack
-from acc_lm.rows import Batch, Rows, build_loader
+from acc_lm.evaluation.held_out import EvaluationResult
+from acc_lm.export.exported import load_exported
+from acc_lm.files import written_aside
+from acc_lm.modeling.adapter import open_adapter
+from acc_lm.modeling.build import build_empty_model, build_model, make_ready
+from acc_lm.rows.batch import IGNORE_INDEX, Batch, ScoredRows, to_device
+from acc_lm.rows.loader import build_loader, evaluation_batches
+from acc_lm.rows.packing import PackedRows, one_per_row, pack
+from acc_lm.rows.text_rows import Rows
 from acc_lm.runtime import initialise_once, release_gathered
-from acc_lm.sources import Document, Skipped, kind_of, open_corpus
-from acc_lm.step import to_device
+from acc_lm.text.corpus import open_corpus
+from acc_lm.text.documents import Document, Skipped, kind_of
+from acc_lm.text.splitting import split_documents
+from acc_lm.text.tokenizer import encode_each
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,39 +46,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """Documents, the rows that they are in, and what a document answers for."""
+    """Documents, the rows that hold them, and the text and reference answers of each document."""
 
-    rows: Rows | PackedRows
+    rows: ScoredRows
     starts: np.ndarray
-    """First token of each document in `Rows`, first item of each in `PackedRows`, and the end: int64 [num_documents + 1]."""
+    """First token (`Rows`) or first item (`PackedRows`) of each document, and the end: int64 [num_documents + 1]."""
     num_bytes: np.ndarray
-    """UTF-8 bytes of the text that each document's targets stand for, int64 [num_documents]."""
+    """Number of UTF-8 bytes of each document's targets, int64 [num_documents]."""
     places: tuple[str | None, ...]
     """`file:line` of each document, or its file."""
     conversations: tuple[Conversation, ...] = ()
-    """One a document; none for plain text."""
+    """Conversation of each document; empty for plain text."""
     references: tuple[tuple[str, ...], ...] = ()
-    """Answers that count as right, of each conversation."""
+    """Answers that count as right, for each conversation."""
     plan: ChatPlan | None = None
     about: str = ""
-    """For people."""
+    """Description of the text, for display."""
 
     @property
     def packs(self) -> bool:
-        """Whether rows hold several documents that must not see each other."""
-        return not self.rows.padded if isinstance(self.rows, PackedRows) else self.rows.end is not None
+        """True if rows hold several documents that must not attend to each other."""
+        return self.rows.packs
 
     def document_of(self, row_numbers: np.ndarray, batch: Batch) -> np.ndarray:
-        """The document that each target of a batch belongs to, int64 [B, L]; anything where there is no target."""
-        if isinstance(self.rows, PackedRows):
-            filled = np.maximum(row_numbers, 0)  # row -1 has no target
-            begin, end = (self.rows.packing.row_offsets[filled + more] for more in (0, 1))
-            number_BL = batch["document_ids"].numpy() if "document_ids" in batch else np.zeros((1, 1), dtype=np.int64)
-            places_BL = np.minimum(begin[:, None] + number_BL, end[:, None] - 1)
-            units = self.rows.packing.items[places_BL]
-        else:
-            length = self.rows.sequence_length
-            units = row_numbers[:, None] * length + 1 + np.arange(length)
+        """Index of the document of each target in a batch, int64 [B, L]; arbitrary where there is no target."""
+        units = self.rows.units_of(row_numbers, batch)
         found: np.ndarray = np.searchsorted(self.starts, units, side="right") - 1
         return np.broadcast_to(found, batch["targets"].shape)
 
@@ -91,18 +86,18 @@ def read_documents(
     progress: Callable[[int], object] = lambda num_bytes: None,
     day: str | None = None,
 ) -> ScoredText:
-    """The text of a recipe as rows, exactly as a run would make them of it.
+    """Read the text of a recipe into rows, exactly as a run would build them.
 
     Args:
         day: date for a chat template that reads the clock where the recipe names none, as YYYY-MM-DD.
-        held_out: only what the recipe holds out from training; else everything.
-        trained_on: `Data.text_key` of the run whose held-out text this must be; None: no run's.
-        references_column: of the records, with one right answer or a list of them; None: the answer of the conversation.
-        progress: called with the bytes of each document.
+        held_out: True: only the text that the recipe holds out from training; False: everything.
+        trained_on: `Data.text_key` of the run whose text this must be; None: any text.
+        references_column: column of the records with one right answer or a list of them; None: the conversation's answer.
+        progress: called with the number of bytes of each document.
 
     Raises:
-        DataError, ConfigError: it cannot be read, or holds nothing to score.
-        CheckpointError: it is not the text of that run.
+        DataError, ConfigError: the text cannot be read, or holds nothing to score.
+        CheckpointError: the text is not that of the run.
     """
     plan = plan_of(config, day)
     references: dict[str, tuple[str, ...]] = {}
@@ -159,7 +154,7 @@ def _text(documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase, con
         raise DataError("data: the text must have at least one target, got none; add text")
     starts = np.cumsum([0, *(len(ids) for _, ids, _ in encoded)])
     end = None if config.attend_across_documents else tokenizer.eos_token_id
-    byte_counts[0] = 0  # the first token of all is no target
+    byte_counts[0] = 0  # the very first token is not a target
     return ScoredText(
         Rows(tokens, config.sequence_length, byte_counts, end),
         starts,
@@ -221,16 +216,16 @@ def build_scored_model(
     sequence_length: int,
     packs: bool,
 ) -> nn.Module:
-    """An existing model, whole or an adapter beside its base, ready to be prepared; every process calls.
+    """Build an existing model, complete or an adapter with its base, ready to be prepared; every process calls.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not fit the tokenizer or the rows.
+        ConfigError: the model cannot be loaded, or does not fit the tokenizer or the rows.
     """
     folder, device_type = Path(str(config.name_or_path)), accelerator.device.type
     if open_adapter(folder) is not None:
         model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
         make_ready(model, config, tokenizer, sequence_length, packs, device_type)
-        # Engines take what could be trained only; it never is.
+        # Engines accept only trainable models; this one is never trained.
         beside: nn.Module = model.requires_grad_(True).train()
         return beside
     whole, _ = initialise_once(
@@ -248,16 +243,16 @@ def build_scored_model(
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums by document, each [num_documents], equal on all processes."""
+    """Sums for each document, each array [num_documents], equal on all processes."""
 
     nll: np.ndarray
-    """float64, nats."""
+    """Sum of -log p of the targets, in nats, float64."""
     num_targets: np.ndarray
     num_correct: np.ndarray
     num_bytes: np.ndarray
 
     def result(self) -> EvaluationResult:
-        """Of all documents together: sums, divided once."""
+        """Result on all documents together: sums, divided once."""
         nll, num_targets, num_bytes = math.fsum(self.nll), int(self.num_targets.sum()), int(self.num_bytes.sum())
         return EvaluationResult(
             loss=nll / num_targets,
@@ -268,7 +263,7 @@ class Scores:
         )
 
     def of(self, document: int) -> dict[str, float | int | None]:
-        """The figures of one document."""
+        """Scores of one document."""
         nll, num_targets = float(self.nll[document]), int(self.num_targets[document])
         return {
             "nll": nll,
@@ -286,7 +281,7 @@ def score(
     batch_size: int,
     progress: Callable[[int], object] = lambda num_rows: None,
 ) -> Scores:
-    """Losses of a prepared model on all rows, shared out over the processes; every process calls and gets all scores.
+    """Score a prepared model on all rows, divided among the processes; every process calls and gets all scores.
 
     Args:
         batch_size: rows per forward pass of one process; never changes the result.
@@ -298,7 +293,7 @@ def score(
         batch_size=batch_size,
         process=accelerator.process_index,
         num_processes=accelerator.num_processes,
-        lengths=rows.lengths if isinstance(rows, PackedRows) and rows.padded else None,
+        lengths=rows.padded_lengths,
     )
     sums = torch.zeros(3, len(text.places), dtype=torch.float64)
     model.eval()
@@ -320,7 +315,7 @@ def score(
 
 
 def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """One line of JSON each, in a new file that is there as a whole or not at all."""
+    """Write one line of JSON per row to a new file, which appears complete or not at all."""
     with written_aside(file) as work, work.open("w", encoding="utf-8") as lines:
         for row in rows:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")

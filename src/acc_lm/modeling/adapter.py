@@ -1,8 +1,8 @@
-"""Adapters: low-rank matrices beside a model that stays as it is, put there by peft.
+"""Adapters: low-rank matrices that peft adds to a model whose own weights stay frozen.
 
-peft changes the model in place, so what is trained is the base model itself, under its own class, with its own forward and
-loss head; some of its linear layers have matrices beside them now, and nothing else has a gradient. A base is known by a
-checksum of its weights: checkpoints and exports hold the adapter alone, and are of no use beside another model.
+peft changes the model in place: the base model keeps its class, its forward and its loss head. Some of its linear layers
+now have adapter matrices next to them, and only these matrices have a gradient. A base is identified by a checksum of its
+weights: checkpoints and exports hold the adapter alone, and are useless with another base.
 
     model.layers.0.self_attn.q_proj.base_layer.weight          of the base, frozen
     model.layers.0.self_attn.q_proj.lora_A.default.weight      trained
@@ -22,38 +22,38 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.config import AdapterConfig, ModelConfig
-from acc_lm.errors import ConfigError
-from acc_lm.tokenizer import first_line
+from acc_lm.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
+NO_ADAPTER = AdapterConfig()
+
+
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 BASE = "base.json"
-"""Checksum and type of the base's weights; apart, for peft drops settings that it does not know."""
+"""File with the checksum and dtype of the base's weights; separate, as peft drops settings that it does not know."""
 ALL = "all-linear"
 NAME = "default"
-"""peft's name of an adapter that has none; stands in the names of its parameters."""
+"""peft's default name of an adapter, part of the names of the adapter's parameters."""
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: str) -> None:
-    """Freeze the model and put matrices beside its linear layers; equal ones for the same seed, on every engine.
+    """Freeze the model and add adapter matrices to its linear layers; the same for the same seed on every engine.
 
     Args:
-        base: checksum of the model's weights, which checkpoints and exports of the adapter will name.
+        base: checksum of the model's weights, recorded in checkpoints and exports of the adapter.
 
     Raises:
-        ConfigError: `target_modules` names something else than linear layers of the model, or they cannot be quantized.
+        ConfigError: `target_modules` names something other than linear layers of the model, or they cannot be quantized.
     """
     from peft import get_peft_model
 
     lora = lora_settings(config, _targets(model, config))
     torch.manual_seed(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of layers that store their weight the other way round, which peft then respects
+        warnings.simplefilter("ignore")  # warns of layers with a transposed weight, which peft then handles
         try:
             get_peft_model(model, lora)
         except ValueError as error:
@@ -67,12 +67,12 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
 
 
 def _quantize(model: nn.Module, kind: str) -> None:
-    """Keep the layers that matrices are beside in 4 bits, from when they are moved to their device on.
+    """Quantize the layers under an adapter to 4 bits, effective when they are moved to their device.
 
-    They compute in the type that they had. Each process quantizes the same weights, so all have the same ones.
+    They compute in the dtype that they had. Each process quantizes the same weights, so all get the same result.
 
     Raises:
-        ConfigError: no bitsandbytes, or layers that it has no 4-bit kind of.
+        ConfigError: bitsandbytes is missing, or has no 4-bit version of a layer.
     """
     try:
         from bitsandbytes.nn.modules import Linear4bit, Params4bit
@@ -88,7 +88,7 @@ def _quantize(model: nn.Module, kind: str) -> None:
             raise ConfigError(
                 f"adapter.quantize_base must be none for {name}, a {type(base).__name__}, got {kind}, which is for torch's Linear only"
             )
-        if base.weight.is_meta:  # a model without weights, of which only the shapes matter
+        if base.weight.is_meta:  # a model without weights, where only the shapes matter
             continue
         small = Linear4bit(
             base.in_features,
@@ -100,13 +100,13 @@ def _quantize(model: nn.Module, kind: str) -> None:
         )
         small.weight = Params4bit(base.weight.data, requires_grad=False, quant_type=kind)
         small.bias = base.bias
-        # An evaluation on a CPU would pack the weights anew, in a way that training cannot read.
+        # Evaluating on a CPU would repack the weights into a layout that training cannot read.
         small.support_avx512bf16_for_cpu = False
         layer.base_layer = small
 
 
 def lora_settings(config: AdapterConfig, target_modules: list[str]) -> LoraConfig:
-    """The recipe's section in peft's words."""
+    """The recipe's `adapter` section as peft's LoraConfig."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -121,16 +121,16 @@ def lora_settings(config: AdapterConfig, target_modules: list[str]) -> LoraConfi
 
 
 def base_checksum(model: nn.Module) -> str | None:
-    """Checksum of the weights that an adapter was put beside; None for a model without one."""
+    """Checksum of the base weights under the model's adapter; None for a model without an adapter."""
     found: str | None = model.__dict__.get("base_checksum")
     return found
 
 
 def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
-    """The recipe's `target_modules` as peft takes them, after a look at whether each is there.
+    """Check the recipe's `target_modules` and return them as peft takes them.
 
     Raises:
-        ConfigError: one of them is not, or is the output head.
+        ConfigError: one of them matches no linear layer, or matches the output head.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -138,7 +138,7 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))}
     there = {name for name, layer in linear.items() if layer is not head}
     if config.target_modules == (ALL,):
-        # By full names: an end that another layer shares, the head's for one, must not bring that in.
+        # Full names: a suffix could also match another layer, such as the head.
         return sorted(there)
     for target in config.target_modules or ("nothing",):
         meant = {name for name in linear if name == target or name.endswith(f".{target}")}
@@ -150,7 +150,7 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Train none of the parameters whose names match one of the patterns.
+    """Freeze the parameters whose names match one of the patterns.
 
     Raises:
         ConfigError: a pattern matches nothing, or all of them together match everything.
@@ -170,7 +170,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """Of the names, shapes and values of all parameters, whatever type holds them; a second for some billions of them."""
+    """Checksum of all parameters' names, shapes and values, whatever their dtype; a second for some billions of them."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -186,12 +186,12 @@ def weights_checksum(model: nn.Module) -> str:
 def save_adapter(
     folder: Path, weights: dict[str, Tensor], settings: LoraConfig, model: ModelConfig, checksum: str
 ) -> None:
-    """Write what peft and transformers load: the adapter's own weights and settings, which name the base.
+    """Write a folder that peft and transformers load: the adapter's own weights and settings, which name the base.
 
     Args:
-        weights: whole, under the names that they have in the model.
-        model: where the base is from.
-        checksum: of the base's weights.
+        weights: complete tensors, under their names in the model.
+        model: the recipe's section that names the base.
+        checksum: checksum of the base's weights.
     """
     from safetensors.torch import save_file
 
@@ -202,12 +202,12 @@ def save_adapter(
     where = str(model.name_or_path)
     values = {
         **settings.to_dict(),
-        # A path that is here must still be found from elsewhere.
+        # A local path must be found from any working directory.
         "base_model_name_or_path": os.path.abspath(where) if Path(where).is_dir() else where,
         "revision": model.revision,
         "inference_mode": True,
     }
-    # peft keeps names in sets, whose order is another one in every process.
+    # peft keeps names in sets, whose order differs from process to process.
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     (folder / SETTINGS).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -220,23 +220,23 @@ def _name_in_file(name: str) -> str:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Where an exported adapter says that it belongs."""
+    """An exported adapter, and the base that it belongs to."""
 
     folder: Path
     base: str
-    """Path or Hub id of the model that it was trained beside."""
+    """Path or Hub id of the base model."""
     revision: str | None
     checksum: str | None
-    """Of that model's weights; None in an adapter that another tool wrote."""
+    """Checksum of the base's weights; None in an adapter that another tool wrote."""
     dtype: str
-    """Type in which these were loaded."""
+    """Dtype in which the base's weights were loaded."""
 
 
 def open_adapter(folder: Path) -> AdapterFolder | None:
-    """What an exported adapter says of itself; None for a folder that is none.
+    """Read and check an exported adapter; None for a folder that is not an adapter.
 
     Raises:
-        ConfigError: it is an adapter, but not one to be used here.
+        ConfigError: the folder holds an adapter that cannot be used here.
     """
     if not (folder / SETTINGS).is_file():
         return None
@@ -246,10 +246,10 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
         settings = json.loads((folder / SETTINGS).read_text())
         base = json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else {}
         where, kind = settings["base_model_name_or_path"], settings["peft_type"]
-        # One that names code, of Megatron, would have it imported.
+        # With a Megatron config, peft would import the code that it names.
         if kind != "LORA" or settings.get("megatron_config") or not isinstance(where, str):
             raise ValueError(f"kind {kind}, base {where!r}")
-        with safe_open(folder / WEIGHTS, framework="pt"):  # it is whole
+        with safe_open(folder / WEIGHTS, framework="pt"):  # fails if the file is incomplete
             pass
         if os.path.isabs(where) and not os.path.isdir(where):
             raise ConfigError(
@@ -268,10 +268,10 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
 
 
 def put_beside(adapter: AdapterFolder, base: Any) -> Any:
-    """The base with the exported adapter in it, as peft's model, which can merge the two.
+    """Load the exported adapter into its base and return peft's model, which can merge the two.
 
     Raises:
-        ConfigError: it is not the model that the adapter was trained beside.
+        ConfigError: the base is not the model that the adapter was trained with.
     """
     from peft import PeftModel
 
@@ -280,5 +280,12 @@ def put_beside(adapter: AdapterFolder, base: Any) -> Any:
             f"{adapter.folder} must be used beside the model that it was trained beside, got other weights at {adapter.base}; put those back"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that transformers will change
+        warnings.simplefilter("ignore")  # warnings about names that transformers will change
         return PeftModel.from_pretrained(base, adapter.folder, use_safetensors=True)
+
+
+def choose_trained(model: PreTrainedModel, config: ModelConfig, adapter: AdapterConfig, seed: int, base: str) -> None:
+    """Choose the trained parameters: all except those that the recipe freezes, or only an adapter."""
+    freeze(model, config.freeze)
+    if adapter.kind != "none":
+        add_adapter(model, adapter, seed, base)

@@ -1,11 +1,11 @@
 """Causal attention without a mask, for every architecture whose attention needs nothing else.
 
-transformers materialises a mask under torch.compile and synchronises the device to look at one in eager mode. A row
-here is always full and causal, so attention is called with `is_causal` and no mask. Whether that is all that a model
-needs is decided by what the model hands over and by comparing outputs, never by its name.
+transformers materialises a mask under torch.compile, and in eager mode synchronises the device to inspect one. A row
+here is always full and causal, so attention is called with `is_causal` and no mask. Whether a model needs more than that
+is decided by the arguments it passes and by comparing outputs, never by its name.
 
-In a row of several documents nobody may look into another one. What says so is made once a batch: a mask on the CPU,
-on a GPU the list of the blocks that FlexAttention has to compute, so that no mask of L x L exists there.
+In a row of several documents, no document may attend to another. The mask for that is built once per batch: a dense mask
+on the CPU; on a GPU, the list of blocks that FlexAttention has to compute, so that no L x L mask exists there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTING = "acc_lm_counting"
 PROBE = "acc_lm_probe"
 LOOKED_AT = "acc_lm_looked_at"
 LEAST_FLEX_HEAD = 16
-# Keywords that say nothing about which positions may be seen.
+# Keywords that do not affect which positions are visible.
 HARMLESS = {
     "is_causal",
     "position_ids",
@@ -59,12 +59,12 @@ def causal_attention(
     Args:
         query, key, value: float [B, heads, T, D]; key and value may have fewer heads.
         attention_mask: must be None.
-        document_mask: what `document_mask` made of this batch; None: every row is one document.
+        document_mask: result of `document_mask` for this batch; None: every row is one document.
 
     Returns:
         float [B, T, heads, D].
     """
-    if query.shape[1] % key.shape[1]:  # the fused kernels see this only when they run, not on the meta device
+    if query.shape[1] % key.shape[1]:  # fused kernels check this only when they run, not on the meta device
         raise ValueError(f"{query.shape[1]} attention heads cannot share {key.shape[1]} key-value heads evenly")
     if document_mask is not None and not isinstance(document_mask, Tensor):
         from transformers.integrations.flex_attention import flex_attention_forward
@@ -98,9 +98,9 @@ def causal_attention(
 
 
 def _lacks_grouped_kernel(query: Tensor) -> bool:
-    """Whether no fused kernel of a GPU takes fewer key-value heads in this type: those that do have 16 bits.
+    """Test whether no fused GPU kernel takes fewer key-value heads than query heads in this dtype: only 16-bit ones do.
 
-    With as many heads of each the memory-efficient kernel takes float32; else scores of T x T would be kept for backward.
+    With equal numbers of heads the memory-efficient kernel takes float32; otherwise backward would keep T x T scores.
     """
     if not query.is_cuda:
         return False
@@ -109,16 +109,16 @@ def _lacks_grouped_kernel(query: Tensor) -> bool:
 
 
 def kernel_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:
-    """The order in which torch is to look for a fused attention on a GPU of NVIDIA; it takes the first that can.
+    """Order in which torch tries the fused attention kernels of an NVIDIA GPU; it takes the first that works.
 
-    cuDNN's is the fastest on Hopper, and there torch prefers it in some of its versions only. What it cannot do, such as
-    float32 or large heads, it refuses by itself, and the next one is asked.
+    cuDNN's is the fastest on Hopper, where only some versions of torch prefer it. It refuses what it does not support, such
+    as float32 or large heads, and torch then tries the next kernel.
 
     Args:
         capability: compute capability of the GPU.
 
     Returns:
-        () for the order that torch has.
+        Kernels in order of preference; () keeps torch's own order.
     """
     if capability[0] != 9:
         return ()
@@ -129,26 +129,26 @@ def prefer_kernels(capability: tuple[int, int], cudnn: bool = True) -> None:
     """Set `kernel_order` for the rest of this process, compiled models included.
 
     Args:
-        cudnn: False: cuDNN's attention is never used.
+        cudnn: False: never use cuDNN's attention.
     """
     order = kernel_order(capability)
     if not cudnn:
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif order:
-        # For the whole process and not around each call, which would cost as much time as a small kernel.
+        # Set once for the process: a context around each call would cost as much time as a small kernel.
         chosen = sdpa_kernel(list(order), set_priority=True)
         chosen.__enter__()
-        atexit.register(chosen.__exit__, None, None, None)  # held by nobody, it would be undone at once
+        atexit.register(chosen.__exit__, None, None, None)  # keeps a reference: garbage collection would undo it
 
 
 def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
-    """Who may look at whom: every position at those of its own document that are not behind it.
+    """Attention mask: each position attends to itself and to earlier positions of its own document.
 
     Args:
         document_ids: int64 [B, T].
 
     Returns:
-        bool [B, 1, T, T]; on a GPU FlexAttention's blocks of it.
+        bool [B, 1, T, T]; on a GPU, the same as FlexAttention's blocks.
     """
     if document_ids.is_cuda:
         return block_mask(document_ids)
@@ -156,13 +156,13 @@ def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
 
 
 def block_mask(document_ids: Tensor) -> BlockMask:
-    """The same for FlexAttention: which blocks to compute; only in those at an edge single positions are looked at."""
+    """Build `document_mask` as FlexAttention's list of blocks; single positions are tested only in blocks at an edge."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def may_look(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
 
-    # Uncompiled it would fill in the whole T x T mask first; inside a compiled model it is compiled with the rest.
+    # Uncompiled, it would first fill the whole T x T mask; inside a compiled model it is compiled with the rest.
     create = create_block_mask if torch.compiler.is_compiling() else torch.compile(create_block_mask)
     num_rows, length = document_ids.shape
     return create(may_look, num_rows, None, length, length, device=document_ids.device)
@@ -171,8 +171,8 @@ def block_mask(document_ids: Tensor) -> BlockMask:
 def own_masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     """transformers' masks for a model that keeps its own attention, windows and chunks included.
 
-    A document begins where the positions restart. They are made here as `generate` makes them, because not every model
-    looks at the positions when it makes its own.
+    A document begins where the positions restart. The masks are built here as `generate` builds them, because not every
+    model uses the positions when it builds its own.
     """
     from transformers.masking_utils import create_masks_for_generate
 
@@ -186,16 +186,19 @@ def own_masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
 
 
 def use_block_masks(model: PreTrainedModel) -> str:
-    """On a GPU, for packed rows of an architecture that keeps transformers' own attention; returns the name for people.
+    """Switch a model that keeps transformers' own attention to FlexAttention, for packed rows on a GPU.
 
-    `own_masks` are lists of blocks then, and soft caps and sinks are handed on: no dense mask exists here either.
+    `own_masks` then returns lists of blocks, and soft caps and sinks are passed on: no dense mask exists here either.
+
+    Returns:
+        Display name of the attention.
     """
     model.set_attn_implementation("flex_attention")
     return "transformers' flex_attention"
 
 
 def register_attention() -> str:
-    """Make `causal_attention` known to transformers; returns the name it goes by."""
+    """Register `causal_attention` with transformers; returns its registered name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(CAUSAL, causal_attention)
@@ -203,7 +206,11 @@ def register_attention() -> str:
 
 
 def register_counting_attention() -> str:
-    """One for the meta device, where only the graph counts: whatever parameter an attention is handed is used by it."""
+    """Register an attention for the meta device that uses every parameter it is given, so that the graph contains it.
+
+    Returns:
+        Its registered name.
+    """
     from transformers import AttentionInterface
 
     def count(
@@ -226,9 +233,9 @@ def register_counting_attention() -> str:
 
 @contextmanager
 def attention_looked_at(model: PreTrainedModel) -> Iterator[list[tuple[int, bool]]]:
-    """Of each attention that runs meanwhile: heads x (size of a key + size of a value), and whether it has a gradient.
+    """Record of each attention in this context: heads x (size of a key + size of a value), and if it has a gradient.
 
-    For models on `causal_attention`, which stay on it.
+    For models that use `causal_attention`, which is restored afterwards.
     """
     from transformers import AttentionInterface
 
@@ -255,16 +262,16 @@ def attention_looked_at(model: PreTrainedModel) -> Iterator[list[tuple[int, bool
 
 
 def probe_length(config: dict[str, Any], sequence_length: int) -> int:
-    """Tokens of the probe: more than any window or chunk that the config names and that is shorter than a row."""
+    """Tokens of the probe: more than any window or chunk in the config that is shorter than a row, at most a row."""
     sizes = [value for key, value in config.items() if isinstance(value, int) and ("window" in key or "chunk" in key)]
     return min(sequence_length, max([24, *(size for size in sizes if size < sequence_length)]) + 8)
 
 
 def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
-    """Switch the model to `causal_attention` if that is exact for it; returns the name of what is in use, for people.
+    """Switch the model to `causal_attention` if that is exact for it; returns the display name of the attention in use.
 
-    Two questions, on a small batch: does the attention ask for more than a causal flag (a window shorter than a row, a
-    soft cap, sinks, a keyword unknown here), and are the hidden states the same as on transformers' own path?
+    Two conditions are tested on a small batch. The attention needs no more than a causal flag: no window shorter than a row,
+    no soft cap, no sinks, no keyword unknown here. And the hidden states are the same as on transformers' own path.
     """
     from transformers import AttentionInterface
 
@@ -303,7 +310,7 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
                 model.set_attn_implementation(PROBE)
                 got = model.base_model(input_ids=ids, use_cache=False)[0]
             except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
-                asked = {}  # this architecture does not go through the interface
+                asked = {}  # this architecture does not use the attention interface
                 got = expected
         tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
         scale = expected.abs().max().item() or 1.0

@@ -1,7 +1,7 @@
-"""Grouped matrix products of a mixture of experts, computed in the type of autocast.
+"""Grouped matrix products of a mixture of experts, computed in the dtype of autocast.
 
-`torch.nn.functional.grouped_mm` takes no part in autocast, so float32 weights under bf16 autocast are multiplied in float32: on a
-GPU that is a loop over the experts which waits for the device, in place of one kernel for bfloat16.
+`torch.nn.functional.grouped_mm` ignores autocast, so float32 weights under bf16 autocast are multiplied in float32. On a
+GPU that is a loop over the experts that waits for the device, instead of one bfloat16 kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "grouped_mm_in_autocast"
 
 
 def use_autocast(model: PreTrainedModel) -> None:
-    """Let the experts of this model heed autocast where transformers multiplies them in groups; other models stay as they are."""
+    """Apply autocast to experts that transformers multiplies in groups; leave other models unchanged."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if getattr(model.config.get_text_config(), "_experts_implementation", None) != "grouped_mm":
@@ -27,7 +27,7 @@ def use_autocast(model: PreTrainedModel) -> None:
     experts = [
         p for module in model.modules() if hasattr(module, "down_proj") for p in module.parameters(recurse=False)
     ]
-    # Rows of 16 bytes, or the grouped product refuses them: 8 numbers of 16 bits.
+    # The grouped product requires rows of a multiple of 16 bytes: 8 numbers of 16 bits.
     fits = all(size % 8 == 0 for p in experts if p.dim() == 3 for size in p.shape[1:])
     model.set_experts_implementation(NAME if fits else "eager")
 
@@ -47,7 +47,7 @@ def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
 
 
 class _Cast:
-    """A module's attributes, of which the parameters are of another type."""
+    """View of a module's attributes, with its floating-point tensors cast to another dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype

@@ -1,10 +1,10 @@
-"""How much of what the hardware could do a model does: the arithmetic of a token, and the peaks of devices.
+"""FLOP per token of a model, and peak FLOP/s of devices: the two parts of model FLOP utilization (MFU).
 
-A token that meets a weight is multiplied and added once in the forward pass, 2 FLOP. Backward does the same twice more:
-for the gradient of what came in, wherever something before it is trained, and for the gradient of the weight, where the
-weight itself is. So a model that is trained whole has 6 FLOP per weight, and frozen weights beside an adapter 4. The output
-head counts whether it is tied or not, an embedding, which is only looked up, does not. Nothing that is computed twice to save
-memory counts: these are the FLOP of the model, and not of the hardware.
+Each weight costs a token one multiplication and one addition in the forward pass, 2 FLOP. Backward costs the same twice
+more: for the gradient of the input, if anything before the weight is trained, and for the gradient of the weight, if the
+weight itself is trained. So a fully trained model has 6 FLOP per weight, and frozen weights under an adapter have 4. The
+output head counts whether it is tied or not; an embedding is only looked up and does not count. Nothing that is computed
+twice to save memory counts: these are the FLOP of the model, not of the hardware.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 PEAKS: dict[str, dict[str, float]] = {
-    # HGX B200 and B300: 36 PFLOP/s of 8 GPUs with sparsity; GB200 and GB300 NVL72: 360 of 72.
+    # HGX B200 and B300: 36 PFLOP/s for 8 GPUs with sparsity; GB200 and GB300 NVL72: 360 for 72.
     "B200": {"bfloat16": 2250, "float16": 2250},
     "B300": {"bfloat16": 2250, "float16": 2250},
     "GB200": {"bfloat16": 2500, "float16": 2500},
@@ -41,28 +41,28 @@ PEAKS: dict[str, dict[str, float]] = {
     "V100-PCIE": {"float16": 112, "float32": 14},
     "T4": {"float16": 65, "float32": 8.1},
 }
-"""Dense TFLOP/s from the data sheets, by words of the device's name (the first that fit) and the type it computes in."""
+"""Dense TFLOP/s from the data sheets, by words of the device's name (first match) and compute dtype."""
 ANOTHER_CHIP = re.compile(r"\b(MIG|Laptop|D)\b")
-"""In the name of a part of a GPU, or of one with fewer cores under the name of a larger."""
+"""Words in the name of a part of a GPU, or of a GPU with fewer cores that carries the name of a larger one."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What one device could do at most."""
+    """Peak arithmetic speed of one device."""
 
     flops: float
-    """Per second."""
+    """FLOP per second."""
     name: str
 
 
 def peak_of(device: str, compute: str, given: float | None = None) -> Peak | None:
-    """The peak of a device in the type that it computes in; None where no data sheet is known here.
+    """Peak of a device in its compute dtype; None where no data sheet is known here.
 
     Args:
-        device: its name, as its driver says it.
-        compute: bfloat16, float16, float32, tf32, float64 or fp8, which is measured by the peak of bf16: not all is in 8 bits.
-        given: TFLOP/s that somebody knows better.
+        device: its name, as its driver reports it.
+        compute: bfloat16, float16, float32, tf32, float64 or fp8; fp8 takes the peak of bf16, as not all is in 8 bits.
+        given: TFLOP/s from the recipe, which replace the table; None: use the table.
     """
     if given is not None:
         return Peak(given * 1e12, f"{device}, {given:g} TFLOP/s as the recipe says")
@@ -75,30 +75,30 @@ def peak_of(device: str, compute: str, given: float | None = None) -> Peak | Non
 
 @dataclass(frozen=True)
 class Flops:
-    """What a model computes for a token of a row, forward and backward."""
+    """FLOP of a model for a token of a row, forward and backward."""
 
     weights: float
-    """In products with weights."""
+    """FLOP per token in products with weights."""
     attention: float
-    """In attention, for each position that is looked at."""
+    """FLOP per token in attention, for each position attended to."""
     unknown: str = ""
-    """What was not counted, so that there is no honest figure; empty: nothing."""
+    """Reason why no honest figure exists, such as a part that was not counted; empty: everything was counted."""
 
     def of_token(self, length: int, causal: bool = False) -> float:
-        """In a row of this length.
+        """FLOP for a token in a row of this length.
 
         Args:
-            causal: count the positions that a token may look at, half of the row on average; else the whole row, which is
-                the convention of PaLM and nanoGPT (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
+            causal: True: count only the positions that a token may attend to, half of the row on average. False: count the
+                whole row, the convention of PaLM and nanoGPT (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
         """
         return self.weights + self.attention * length * (0.5 if causal else 1.0)
 
 
 def flops_of(num_weights: float, attention_width: float) -> Flops:
-    """Of a model that is trained whole.
+    """FLOP of a fully trained model.
 
     Args:
-        num_weights: in matrix products, the output head among them.
+        num_weights: weights in matrix products, the output head included.
         attention_width: heads x head size, summed over layers.
     """
     return Flops(6.0 * num_weights, 12.0 * attention_width)
@@ -107,12 +107,12 @@ def flops_of(num_weights: float, attention_width: float) -> Flops:
 def count_flops(
     model: nn.Module, run: Callable[[], Any], num_tokens: int, attention: Callable[[], list[tuple[int, bool]]]
 ) -> Flops:
-    """Look on while the model runs on a few tokens: which products a token goes through, and which of them have gradients.
+    """Count FLOP while the model runs on a few tokens, from the products that run and their gradients.
 
     Args:
         run: a forward pass with gradients, logits included.
-        num_tokens: that it puts through the model.
-        attention: after it, of each layer: heads x (size of a key + size of a value), and whether it has a gradient.
+        num_tokens: tokens in that pass.
+        attention: called after it; per layer, heads x (size of a key + size of a value), and whether it has a gradient.
     """
     sums = {"weights": 0.0}
     known: set[int] = set()
@@ -141,7 +141,7 @@ def count_flops(
 
 
 def _is_product(module: nn.Module) -> bool:
-    """torch's Linear and what is made from it (4-bit ones too), and GPT-2's, which stores its weight the other way round."""
+    """Test for torch's Linear and its subclasses (4-bit ones too), and GPT-2's Conv1D, whose weight is transposed."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
@@ -152,5 +152,5 @@ def _columns(module: Any, size: int) -> int:
 
 
 def few_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """int64 [1, 8], enough to look on."""
+    """Token ids, int64 [1, 8], enough for `count_flops`."""
     return (torch.arange(1, 9, device=device) % vocab_size).reshape(1, 8)

@@ -1,14 +1,14 @@
-"""Cross-entropy fused with the output head: the logits of a batch never exist as a whole.
+"""Cross-entropy fused with the output head: the logits of a batch never exist all at once.
 
 The sum of -log p over the targets is computed for a few rows of logits at a time, in fp32 (float64 for a float64 model).
-While a chunk's logits are at hand its part of the gradient is made too, so nothing is computed twice: the idea of
+The chunk's part of the gradient is computed while its logits are at hand, so nothing is computed twice: the idea of
 Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989, section 3.2, in plain torch.
 
-On a GPU the copy of the weight that is computed with has some rows more than the vocabulary, of zeros, because matrix
-products are slow where a row does not end at a multiple of 16 bytes (GPT-2's 50257). Their logits are -inf, so no sum and
-no gradient has a part of them, and no parameter, checkpoint or exported model ever has these rows.
+On a GPU the working copy of the weight is padded with rows of zeros beyond the vocabulary, because matrix products are
+slow where a row does not end at a multiple of 16 bytes (GPT-2's 50257). Their logits are -inf, so they add nothing to any
+sum or gradient, and no parameter, checkpoint or exported model ever has these rows.
 
-Shapes: N positions, H hidden size, V vocabulary, W vocabulary with what is added on a GPU, C positions of a chunk.
+Shapes: N positions, H hidden size, V vocabulary, W vocabulary padded on a GPU, C positions of a chunk.
 """
 
 from __future__ import annotations
@@ -19,54 +19,68 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-IGNORE_INDEX = -100
+from acc_lm.rows.batch import IGNORE_INDEX
+
 CHUNK_POSITIONS = 128
 GPU_CHUNK_LOGITS = 2**28
-"""Most logits of a chunk on a GPU, 1 GiB in fp32: a product is fast when it has thousands of rows."""
+"""Maximum number of logits in a chunk on a GPU, 1 GiB in fp32: products are fast with thousands of rows."""
 GPU_MULTIPLE = 64
 
 
 class LossSums(NamedTuple):
-    """Sums over the targets of a batch; scalars on the device. Divide them once, after adding all batches and processes."""
+    """Sums over the targets of a batch, scalars on the device; divide once, after adding all batches and processes."""
 
     nll: Tensor
-    """-log p of the targets, in nats; float32, or float64 for a float64 model."""
+    """Sum of -log p of the targets, in nats; float32, or float64 for a float64 model."""
     num_targets: Tensor
-    """int64."""
+    """Number of targets; int64."""
     num_correct: Tensor
-    """Targets that had the highest logit; int64."""
+    """Number of targets that had the highest logit; int64."""
 
 
 class PositionLosses(NamedTuple):
-    """What `LossSums` adds up, for each position; all 0 where there is no target."""
+    """Terms of `LossSums` for each position; all 0 where there is no target."""
 
     nll: Tensor
     """-log p of the targets, in nats, shaped like them; float32, or float64 for a float64 model."""
     is_correct: Tensor
-    """Whether the target had the highest logit; bool."""
+    """Flags for targets that had the highest logit; bool, shaped like the targets."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a loss is computed: at least float32."""
+    """Dtype in which a loss is computed: at least float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunk_positions(num_positions: int, vocab_size: int, device: torch.device) -> int:
-    """Positions whose logits are made at once: what stays in a processor's cache, or what keeps a GPU busy."""
+    """Positions whose logits are computed at once: few enough for a CPU's cache, or enough to keep a GPU busy."""
     if device.type != "cuda":
         return CHUNK_POSITIONS
     num_chunks = -(-num_positions * vocab_size // GPU_CHUNK_LOGITS)
-    share = -(-num_positions // max(num_chunks, 1))  # chunks as equal as can be
+    share = -(-num_positions // max(num_chunks, 1))  # chunks as equal as possible
     return max(CHUNK_POSITIONS, -(-share // CHUNK_POSITIONS) * CHUNK_POSITIONS)
 
 
 def padded_vocabulary(vocab_size: int, device: torch.device) -> int:
-    """Rows of the weight that logits are made with."""
+    """Number of rows of the weight that logits are computed with."""
     return -(-vocab_size // GPU_MULTIPLE) * GPU_MULTIPLE if device.type == "cuda" else vocab_size
 
 
+def _with_padded_vocabulary(
+    weight_VH: Tensor, bias_V: Tensor | None, compute: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Weight in the compute dtype and bias of a head, padded with rows that no position can choose."""
+    size = weight_VH.shape[0]
+    added = padded_vocabulary(size, weight_VH.device) - size
+    if not added:
+        return weight_VH.to(compute), bias_V
+    weight_WH = weight_VH.new_zeros((size + added, weight_VH.shape[1]), dtype=compute)
+    weight_WH[:size] = weight_VH
+    return weight_WH, None if bias_V is None else nn.functional.pad(bias_V, (0, added), value=-torch.inf)
+
+
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses of N positions, with the gradients made in the forward pass."""
+    """Sum of the losses of N positions, with the gradients computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor) -> Tensor:
@@ -74,15 +88,8 @@ class _SummedLoss(torch.autograd.Function):
         exact = wide(compute)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         size = weight_VH.shape[0]
-        added = padded_vocabulary(size, weight_VH.device) - size
-        if added:  # in the copy to the type of the computation, which is made anyway
-            weight_WH = weight_VH.new_zeros((size + added, weight_VH.shape[1]), dtype=compute)
-            weight_WH[:size] = weight_VH
-        else:
-            weight_WH = weight_VH.to(compute)
-        bias_W = bias_V
-        if added and bias_V is not None:
-            bias_W = nn.functional.pad(bias_V, (0, added), value=-torch.inf)
+        weight_WH, bias_W = _with_padded_vocabulary(weight_VH, bias_V, compute)
+        added = weight_WH.shape[0] - size
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         grad_weight_WH = torch.zeros_like(weight_WH, dtype=exact) if needs_weight else None
         grad_bias_W = torch.zeros_like(bias_W, dtype=exact) if needs_bias and bias_W is not None else None
@@ -91,7 +98,7 @@ class _SummedLoss(torch.autograd.Function):
         positions = chunk_positions(num_positions, size + added, hidden_NH.device)
         logits, log_p = None, None
         if hidden_NH.device.type == "cpu" and not torch.compiler.is_compiling():
-            # Two buffers for all chunks: what each of them would free, glibc may keep. GPU and compiler have pools.
+            # Reuse two buffers for all chunks: glibc may keep freed memory. GPUs and the compiler have pools.
             shape = (min(positions, num_positions), size + added)
             logits, log_p = hidden_NH.new_empty(shape), hidden_NH.new_empty(shape, dtype=exact)
         for start in range(0, num_positions, positions):
@@ -118,14 +125,14 @@ class _SummedLoss(torch.autograd.Function):
             if grad_bias_W is not None:
                 grad_bias_W += grad_CW.sum(dim=0)
             grad_CW = grad_CW.to(compute)
-            del log_p_CW  # of a GPU's chunk these are gigabytes, not to be held into the next
+            del log_p_CW  # gigabytes on a GPU: free them before the next chunk
             if grad_hidden_NH is not None:
                 grad_hidden_NH[start : start + positions] = grad_CW @ weight_WH
             if grad_weight_WH is not None:
                 if compute == exact:
                     grad_weight_WH.addmm_(grad_CW.t(), hidden_CH)
                 else:
-                    grad_weight_WH += grad_CW.t() @ hidden_CH  # sums of chunks in fp32 keep bf16's precision
+                    grad_weight_WH += grad_CW.t() @ hidden_CH  # summing chunks in fp32 keeps bf16's precision
             del grad_CW
         grad_weight_VH = None if grad_weight_WH is None else grad_weight_WH[:size]
         grad_bias_V = None if grad_bias_W is None else grad_bias_W[:size]
@@ -138,7 +145,7 @@ class _SummedLoss(torch.autograd.Function):
         (scale,) = grad_outputs
         grad_hidden_NH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        # In place: these buffers are ours, and the graph can be walked once only.
+        # In place: the buffers belong to this function, and backward can run only once.
         hidden = None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale)
         weight = None if grad_weight_VH is None else grad_weight_VH.mul_(scale).to(weight_dtype)
         bias = None if grad_bias_V is None else grad_bias_V.mul_(scale).to(bias_dtype)
@@ -151,7 +158,7 @@ def summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
     Args:
         hidden: last hidden states, float [..., H].
         weight: output head, float [V, H].
-        bias: of the head, float [V].
+        bias: bias of the head, float [V], or None.
         targets: int64 [...], IGNORE_INDEX where there is none.
 
     Returns:
@@ -168,7 +175,7 @@ def summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
 
 
 def loss_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> LossSums:
-    """The sums of an evaluation; arguments as in `summed_loss`, no gradient."""
+    """Sums for an evaluation; arguments as in `summed_loss`, no gradient."""
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     nll = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -182,7 +189,7 @@ def loss_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
-    """The same sums for logits that already exist.
+    """Sums as in `loss_sums`, for logits that already exist.
 
     Args:
         logits: float [..., V].
@@ -196,7 +203,7 @@ def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
 
 
 def position_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> PositionLosses:
-    """The losses of an evaluation one by one; arguments as in `summed_loss`, no gradient."""
+    """Losses of an evaluation by position; arguments as in `summed_loss`, no gradient."""
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     positions = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden.device)
     chunks = [
@@ -208,7 +215,7 @@ def position_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets
 
 
 def losses_of_logits(logits: Tensor, targets: Tensor) -> PositionLosses:
-    """The same for logits that already exist; arguments as in `sums_of_logits`."""
+    """Losses by position for logits that already exist; arguments as in `sums_of_logits`."""
     logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     nll_N = nn.functional.cross_entropy(
         logits_NV.to(wide(logits.dtype)), targets_N, ignore_index=IGNORE_INDEX, reduction="none"

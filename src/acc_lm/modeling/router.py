@@ -5,9 +5,9 @@
 Source: Fedus et al., "Switch Transformers", 2021, arXiv:2101.03961, equation 4, in the form of transformers'
 `load_balancing_loss_func`, which takes the tokens of all layers together.
 
-It is a product of two means, so the mean of its values over parts of a batch is not its value over the batch: computed
-for each micro-batch on its own, as everywhere else, it depends on how the batch was split. But f_e has no gradient, and
-once it is known for the global batch the loss is a sum over tokens, which any split adds up to:
+The loss is a product of two means, so the mean of its values over parts of a batch is not its value over the batch:
+computed for each micro-batch on its own, as is usual, it depends on how the batch is split. But f_e has no gradient, and
+once f_e is known for the global batch, the loss is a sum over tokens, which is the same for every split:
 
     sum_tokens sum_e (coefficient x E x f_e / number of tokens) p_e(token)
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.errors import ConfigError
-from acc_lm.losses import IGNORE_INDEX
+from acc_lm.rows.batch import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,10 +42,10 @@ class Router:
 
     num_experts: int
     num_choices: int
-    """Experts that a token is sent to."""
+    """Number of experts that each token is routed to."""
     coefficient: float
     is_exact: bool
-    """Over the global batch; else for each micro-batch on its own."""
+    """True: computed over the global batch; False: for each micro-batch on its own."""
 
     @property
     def description(self) -> str:
@@ -54,39 +54,39 @@ class Router:
 
 
 class Routed(NamedTuple):
-    """Loss of a micro-batch, and where its tokens went; scalars and vectors on the device."""
+    """Loss of a micro-batch, and the experts of its tokens; scalars and vectors on the device."""
 
     nll: Tensor
-    """-log p of the targets, summed, in nats."""
+    """Sum of -log p of the targets, in nats."""
     choices_E: Tensor
-    """Times that each expert was chosen, in all layers, int64."""
+    """Number of times that each expert was chosen, over all layers, int64."""
     probabilities_E: Tensor
     """Router probabilities, summed over tokens and layers, float32; they carry the gradient."""
 
 
 class RouterLoss:
-    """Load-balancing loss of one optimizer step, put together from its micro-batches.
+    """Load-balancing loss of one optimizer step, accumulated over its micro-batches.
 
     Args:
-        num_parts: micro-batches of the step, on all processes together.
+        num_parts: number of micro-batches of the step, over all processes.
     """
 
     def __init__(self, accelerator: Accelerator, router: Router, num_parts: int) -> None:
         self.router = router
         self._accelerator, self._num_parts = accelerator, num_parts
         self._choices_E: Tensor | None = None
-        """Choices in the global batch where the loss is exact; in this process's micro-batches so far where it is not."""
+        """Choices in the global batch if the loss is exact; otherwise in this process's micro-batches so far."""
         self._value = torch.zeros((), device=accelerator.device)
         """This process's share, before the coefficient; the shares of all processes add up to the loss."""
 
     def know_choices(self, choices_E: Tensor) -> None:
-        """Add up over all processes what the micro-batches of this one chose. Every process calls, once."""
+        """Sum the choices of each process's micro-batches over all processes. Every process calls, once."""
         self._choices_E = self._accelerator.reduce(choices_E, reduction="sum")
 
     def part_of(self, routed: Routed) -> Tensor:
         """Part of the loss that a micro-batch contributes, coefficient included, scalar with a gradient.
 
-        Without `know_choices` before, an exact loss takes it for the only micro-batch of this process.
+        If `know_choices` was not called before, an exact loss treats it as the only micro-batch of this process.
         """
         if not self.router.is_exact:
             value = balance(routed.choices_E, routed.probabilities_E, self.router.num_choices) / self._num_parts
@@ -100,7 +100,7 @@ class RouterLoss:
         return self.router.coefficient * value
 
     def metrics(self) -> dict[str, float]:
-        """The loss before its coefficient, and the share of the busiest expert as a multiple of an even one.
+        """Loss before its coefficient, and the busiest expert's share as a multiple of an even share.
 
         Waits for the device; every process calls.
         """
@@ -118,7 +118,7 @@ def balance(choices_E: Tensor, probabilities_E: Tensor, num_choices: int) -> Ten
 
     Args:
         choices_E: over all tokens.
-        probabilities_E: over all tokens, or over a part of them for that part of the value.
+        probabilities_E: over all tokens, or over some of them for their part of the value.
     """
     num_tokens = (choices_E.sum() / num_choices).clamp(min=1)
     return len(choices_E) * ((choices_E / num_tokens) * (probabilities_E / num_tokens)).sum()
@@ -127,8 +127,8 @@ def balance(choices_E: Tensor, probabilities_E: Tensor, num_choices: int) -> Ten
 def routing_sums(router_logits: tuple[Tensor, ...], num_choices: int, targets: Tensor) -> tuple[Tensor, Tensor]:
     """`choices_E` and `probabilities_E` of one micro-batch.
 
-    Positions after the last target of a row do not count: they are padding, of which a batch has more or less depending
-    on its other rows.
+    Positions after the last target of a row do not count: they are padding, and its amount depends on the batch's other
+    rows.
 
     Args:
         router_logits: for each layer [N, E], all with the same experts.
@@ -149,7 +149,7 @@ def routing_sums(router_logits: tuple[Tensor, ...], num_choices: int, targets: T
 
 @contextlib.contextmanager
 def recorded_router_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Router logits of every layer that runs in this context, whatever the model is asked for by its caller."""
+    """Record the router logits of every layer that runs in this context, whatever outputs the caller asks for."""
     seen: list[Tensor] = []
 
     def ask(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
@@ -170,17 +170,17 @@ def recorded_router_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def find_router(model: PreTrainedModel, setting: str) -> Router | None:
-    """The load-balancing loss that transformers' own forward adds for this model; None for a model without one.
+    """Load-balancing loss that transformers' own forward adds for this model; None for a model without one.
 
-    The model itself is asked, on a small batch: how many experts a token is sent to and what the loss is multiplied by are
-    those with which the form of this module gives the values that its own forward returns.
+    The model runs on a small batch. The number of experts per token is the one with which this module's formula gives the
+    value that the model's forward returns, and the model's coefficient must explain what its forward adds to the loss.
 
     Args:
-        model: with transformers' own forward still; left as it was.
+        model: still with transformers' own forward; left unchanged.
         setting: `model.router_loss`.
 
     Raises:
-        ConfigError: the model has one of another form.
+        ConfigError: the model's loss has another form, or transformers returns no router logits of its routers.
     """
     if setting == "off" or "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         return None
@@ -226,7 +226,7 @@ def find_router(model: PreTrainedModel, setting: str) -> Router | None:
 
 
 def _has_routers(model: PreTrainedModel) -> bool:
-    """Whether any of its modules is one of which transformers records the router logits."""
+    """Test whether any module is of a class whose router logits transformers records."""
     recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
     wanted = recorders.get("router_logits", ())
     classes = tuple(
@@ -238,7 +238,7 @@ def _has_routers(model: PreTrainedModel) -> bool:
 
 
 def _same_form(router_logits: tuple[Tensor, ...], ids: Tensor, value: float) -> int | None:
-    """The number of choices with which this module's loss has this value; None if it never has."""
+    """Number of choices with which this module's formula gives this value; None if there is none."""
     num_experts = router_logits[0].shape[-1]
     for num_choices in range(1, num_experts + 1):
         choices_E, probabilities_E = routing_sums(router_logits, num_choices, ids)

@@ -1,4 +1,4 @@
-"""Muon: a step of the same size in every direction, for the matrices between embeddings and head; AdamW for the rest."""
+"""Muon (steps of equal size in every direction) for the matrices between embeddings and head; AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 MOMENTUM = "momentum"
-"""What only Muon's group of parameters has."""
+"""Key that only Muon's parameter group has."""
 MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 def moments(group: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the tensors that the optimizer keeps for each parameter of a group, of its shape."""
+    """Names of the state tensors that the optimizer keeps for each parameter of a group, in the parameter's shape."""
     return MUON_MOMENTS if MOMENTUM in group else MOMENTS
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of the weights that take a vector to a vector inside of the model: of linear layers, but not of the head.
+    """Names of the weights that map a vector to a vector inside the model: those of linear layers, without the head.
 
-    A table of embeddings, tied to the head or not, is no such map; experts in one tensor are several.
+    An embedding table, tied to the head or not, is no such map; experts stored in one tensor are several maps.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         f"{prefix}.weight"
         for prefix, module in model.named_modules()
-        # GPT-2's linear layers are a class of transformers, with their weight on its side.
+        # GPT-2's linear layers are transformers' Conv1D, with a transposed weight.
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
         if module.weight is not getattr(head, "weight", None)
     }
@@ -36,12 +36,12 @@ def hidden_matrices(model: nn.Module) -> set[str]:
 class MuonAndAdamW(torch.optim.AdamW):
     """torch's Muon on the group that has a momentum, AdamW on the others.
 
-    A matrix is made orthogonal whole. Where processes hold parts of it, each gathers it with its gradient and momentum,
-    makes the same step as all others and keeps its own part: torch's Muon alone would add up 16-bit parts there, and be 2 %
-    off. Like fused AdamW it makes no step where `found_inf` says so, and waits for no device to know.
+    A matrix is orthogonalised as a whole. Where processes hold parts of it, each gathers it with its gradient and momentum,
+    computes the same step as all others and keeps its own part: torch's Muon on sharded tensors would add up 16-bit parts,
+    and be 2 % off. Like fused AdamW it skips the step where `found_inf` says so, without waiting for the device.
 
-    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; the rate as in Liu et al., Muon is
-    scalable for LLM training, 2025, arXiv 2502.16982, eq. 4, so that one for AdamW serves both.
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; rate scaled as in Liu et al., Muon
+    is scalable for LLM training, 2025, arXiv 2502.16982, eq. 4, so that AdamW's learning rate serves both.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
@@ -85,12 +85,12 @@ class MuonAndAdamW(torch.optim.AdamW):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of it."""
+    """This process's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of all of it. Every process that has a part calls."""
+    """Copy of the complete tensor; every process that holds a part calls."""
     if not hasattr(tensor, "full_tensor"):
         return tensor.detach().clone()
     gathered: Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this process has of `like`."""
+    """This process's part of a complete tensor, cut in the way that `like` is."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

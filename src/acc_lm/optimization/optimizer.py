@@ -1,4 +1,4 @@
-"""AdamW over parameters that decay and parameters that do not, or Muon on the matrices between embeddings and head."""
+"""AdamW with groups for decayed and other parameters, or Muon on the matrices between embeddings and head."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import nn
 
 from acc_lm.config import OptimizerConfig
 from acc_lm.errors import ConfigError
-from acc_lm.muon import MOMENTUM, MuonAndAdamW, hidden_matrices
+from acc_lm.optimization.muon import MOMENTUM, MuonAndAdamW, hidden_matrices
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """The recipe's optimizer on everything that is trained, AdamW fused where the parameters allow it.
+    """Build the recipe's optimizer for all trained parameters, with AdamW fused where the parameters allow it.
 
     Raises:
-        ConfigError: Muon, and no matrix for it.
+        ConfigError: the recipe chooses Muon, and no matrix of a hidden layer is trained.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = decayed_names(model) if config.weight_decay else set(parameters)  # one group less is one update less
+    decayed = decayed_names(model) if config.weight_decay else set(parameters)  # one group fewer is one update fewer
     hidden = hidden_matrices(model) & parameters.keys() if config.name == "muon" else set()
     if config.name == "muon" and not hidden:
         raise ConfigError(
@@ -42,13 +42,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay applies to: all but biases and those of norms.
+    """Names of the parameters that weight decay applies to: all but biases, norms, DoRA's lengths and marked ones.
 
-    By name and by the module that owns them, never by shape: a sharded matrix may be one-dimensional.
+    The choice depends on the name and the owning module, never on the shape: a sharded matrix may be one-dimensional.
     """
     decayed = set()
     for prefix, module in model.named_modules():
-        # Of DoRA's lengths, as of a norm's weights, none is better for being small.
+        # DoRA's lengths, like a norm's weights, are not better when they are small.
         is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
         for name, parameter in module.named_parameters(recurse=False):
             if not is_norm and not name.endswith("bias") and not getattr(parameter, "_no_weight_decay", False):

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the optimizer step, by transformers' schedules."""
+"""Learning rate as a function of the optimizer step, from transformers' schedules."""
 
 from __future__ import annotations
 
@@ -17,25 +17,62 @@ def build_schedule(
     global_batch_size: int | None = None,
     lag: int = 0,
 ) -> Callable[[int], float]:
-    """Learning rate of step k (first = 1); past `num_steps` the last rate holds.
+    """Build the learning rate as a function of step k (first = 1); after `num_steps` the last rate holds.
 
-    The rate of step k is the schedule's factor at k - 1 times the peak, as in transformers' Trainer; the recipe's rates
-    are scaled to `global_batch_size`, when it is given and the recipe says how.
+    The rate of step k is the peak times the schedule's factor at k - 1, as in transformers' Trainer. The recipe's rates
+    are scaled to `global_batch_size` if it is given and the recipe says how.
 
     Args:
-        lag: as in `RowOrder`; the rate of a step is then that of a run which had this global batch size from the start
-            when it has seen as many rows. Such a run has `num_steps` less the lag, a fraction of a step perhaps.
+        lag: in rows, as in `RowOrder`. With a lag, a step has the rate of a run that used this global batch size from the
+            start and has seen as many rows. Such a run has `num_steps` - `lag` / `global_batch_size` steps, possibly a
+            fraction.
 
     Raises:
-        ConfigError: `schedule.arguments` that the schedule does not take or misses, or with which it has no usable rate somewhere.
+        ConfigError: the schedule rejects or lacks some of `schedule.arguments`, or gives an unusable rate at some step.
     """
     import torch
     from transformers import get_scheduler
 
-    name, arguments = config.name, dict(config.arguments)
     scale = config.scale(global_batch_size) if global_batch_size else 1.0
     behind = lag / global_batch_size if lag and global_batch_size else 0
     length = num_steps - behind
+    name, arguments = _name_and_arguments(config, scale, length)
+    peak = optimizer.learning_rate * scale
+    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    try:
+        scheduler = get_scheduler(
+            name,
+            carrier,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=cast(int, length),  # a fraction works too
+            scheduler_specific_kwargs=arguments,
+        )
+        factor: Callable[[float], float] = scheduler.lr_lambdas[0]
+
+        def learning_rate_at(step: int) -> float:
+            return peak * float(factor(min(step, num_steps) - behind - 1))
+
+        first = 1 + max(0, math.ceil(behind))
+        _check_rates(learning_rate_at, peak, range(first, num_steps + 1), first + config.warmup_steps)
+    except Exception as error:  # each schedule raises its own error types, some only in the middle of a run
+        reason = str(error).split(") ")[-1]
+        raise ConfigError(
+            f"schedule.arguments must fit schedule {config.name}, got {config.arguments}: {reason}; change them"
+        ) from None
+    return learning_rate_at
+
+
+def _name_and_arguments(config: ScheduleConfig, scale: float, length: float) -> tuple[str, dict[str, Any]]:
+    """Name of transformers' schedule, and the arguments of its own.
+
+    Args:
+        scale: factor on the recipe's rates.
+        length: steps of the run, possibly a fraction.
+
+    Raises:
+        ConfigError: warmup and decay do not fit into the run, or a constant schedule has arguments.
+    """
+    name, arguments = config.name, dict(config.arguments)
     if config.warmup_steps > length:
         raise ConfigError(
             f"schedule.warmup_steps must be at most the run's {length:g} steps, got {config.warmup_steps}; lower it"
@@ -56,36 +93,14 @@ def build_schedule(
             f"schedule.arguments.num_decay_steps must be at most the {length - config.warmup_steps:g} steps after the warmup, got {decay:g}, "
             "of which the run would begin in the middle; lower it"
         )
-    peak = optimizer.learning_rate * scale
-    carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
-    try:
-        scheduler = get_scheduler(
-            name,
-            carrier,
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=cast(int, length),  # a fraction does too
-            scheduler_specific_kwargs=arguments,
-        )
-        factor: Callable[[float], float] = scheduler.lr_lambdas[0]
-
-        def learning_rate_at(step: int) -> float:
-            return peak * float(factor(min(step, num_steps) - behind - 1))
-
-        first = 1 + max(0, math.ceil(behind))
-        _check_rates(learning_rate_at, peak, range(first, num_steps + 1), first + config.warmup_steps)
-    except Exception as error:  # each schedule raises its own kinds, some of them first in the middle of a run
-        reason = str(error).split(") ")[-1]
-        raise ConfigError(
-            f"schedule.arguments must fit schedule {config.name}, got {config.arguments}: {reason}; change them"
-        ) from None
-    return learning_rate_at
+    return name, arguments
 
 
 def _check_rates(learning_rate_at: Callable[[int], Any], peak: float, steps: range, after_warmup: int) -> None:
-    """Evaluate the schedule all over the run: where another part of it begins, and at up to a thousand other steps.
+    """Check the rates at the first and last steps, around the end of the warmup, and at up to two thousand other steps.
 
     Raises:
-        ValueError: a rate is no number, negative, or above the peak.
+        ValueError: a rate is non-finite, negative, or above the peak.
     """
     borders = (*steps[:1], *range(after_warmup - 1, after_warmup + 2), *steps[-2:])
     for step in (*steps[:: max(1, len(steps) // 1000)], *(step for step in borders if step in steps)):

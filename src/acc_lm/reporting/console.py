@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: the start block, one bar or plain lines, and the score at the end."""
+"""Terminal output of a run: the start block, a progress bar or plain lines, and the score at the end."""
 
 from __future__ import annotations
 
@@ -9,36 +9,27 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from acc_lm import history, summary
 from acc_lm.config import Config
 from acc_lm.data import Data
-from acc_lm.evaluation import Evaluation
-from acc_lm.export import sample_text
-from acc_lm.model import ModelFacts
-from acc_lm.order import RowOrder
-from acc_lm.packing import PackedRows
+from acc_lm.errors import first_line
+from acc_lm.evaluation.held_out import Evaluation
+from acc_lm.export.exported import sample_text
+from acc_lm.modeling.build import ModelFacts
+from acc_lm.modeling.flops import Flops, peak_of
 from acc_lm.redaction import printable
+from acc_lm.rows.order import RowOrder
+from acc_lm.run_files import metrics_file, summary
 from acc_lm.runtime import Identity, split_global_batch
-from acc_lm.streaming import StreamRows
-from acc_lm.throughput import Flops, peak_of
-from acc_lm.tokenizer import first_line
 
 
 def start_block(
     config: Config, identity: Identity, model: ModelFacts, data: Data, order: RowOrder, num_steps: int, tracking: str
 ) -> str:
-    """Everything that decides the run, before its first step."""
+    """Text that describes everything that determines the run, shown before its first step."""
     training = config.training
     micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
-    facts = data.facts
-    text = f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens"
-    if isinstance(data.train, StreamRows):
-        text, in_rows = facts.source["streams"], f"{config.data.sequence_length} tokens each, as the streams give them"
-    else:
-        in_rows = (
-            f"{len(data.train):,} of {config.data.sequence_length} tokens; 1 epoch = {order.count_steps(1):,} steps"
-        )
+    facts, (text, in_rows) = data.facts, _text_and_rows(config, data, order)
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
     lines = [
         (
@@ -74,27 +65,7 @@ def start_block(
     if model.router:
         ahead = "; a second forward pass finds it" if model.router.is_exact and accumulation > 1 else ""
         lines.append(("experts", model.router.description + ahead))
-    by_source = data.by_source(order, order.places_after(num_steps))
-    num_targets = sum(source["tokens"] for source in by_source.values())
-    for (name, source), num_rows in zip(by_source.items(), data.mixture.sizes if data.mixture else (), strict=True):
-        share = f"{source['tokens'] / num_targets:.1%} of the tokens, {source['passes']:.2f} passes"
-        lines.append(("source", f"{name}: {share} over its {num_rows:,} rows"))
-    for name, about in data.set_facts.items():
-        told = f"; {about.conversations}" if about.conversations else ""
-        size = f"{about.num_bytes / 1e6:.2f} MB, {about.documents:,} documents, {about.tokens:,} tokens"
-        lines.append(("evaluated", f"{name}: {size}{told}"))
-    if facts.conversations:
-        lines.append(("learned", facts.conversations))
-    if data.packs and not isinstance(data.train, PackedRows):
-        lines.append(("documents", "none sees another"))
-    elif isinstance(data.train, PackedRows) and data.packs:
-        empty = 1 - data.train.lengths.sum() / (len(data.train) * config.data.sequence_length)
-        lines.append(
-            (
-                "packing",
-                f"{len(data.train.packing.items) / len(data.train):.1f} items a row, {empty:.1%} of the places empty",
-            )
-        )
+    lines += _lines_of_data(config, data, order, num_steps)
     if "entropy_rate" in facts.source:
         lines.append(("floor", f"{facts.source['entropy_rate']:.4f} nats per symbol, the entropy rate of the source"))
     if facts.skipped_records:
@@ -113,8 +84,38 @@ def start_block(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
+def _text_and_rows(config: Config, data: Data, order: RowOrder) -> tuple[str, str]:
+    """Descriptions of the size of the training text, and of the rows built from it."""
+    facts = data.facts
+    text = f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens"
+    if "streams" in facts.source:
+        text, in_rows = facts.source["streams"], f"{config.data.sequence_length} tokens each, as the streams give them"
+    else:
+        in_rows = f"{data.num_rows:,} of {config.data.sequence_length} tokens; 1 epoch = {order.count_steps(1):,} steps"
+    return text, in_rows
+
+
+def _lines_of_data(config: Config, data: Data, order: RowOrder, num_steps: int) -> list[tuple[str, str]]:
+    """Pairs (name, text) for each source of a mixture, each evaluation set, and the content of rows."""
+    facts, lines = data.facts, []
+    by_source = data.by_source(order, order.places_after(num_steps))
+    num_targets = sum(source["tokens"] for source in by_source.values())
+    for (name, source), num_rows in zip(by_source.items(), data.mixture.sizes if data.mixture else (), strict=True):
+        share = f"{source['tokens'] / num_targets:.1%} of the tokens, {source['passes']:.2f} passes"
+        lines.append(("source", f"{name}: {share} over its {num_rows:,} rows"))
+    for name, about in data.set_facts.items():
+        told = f"; {about.conversations}" if about.conversations else ""
+        size = f"{about.num_bytes / 1e6:.2f} MB, {about.documents:,} documents, {about.tokens:,} tokens"
+        lines.append(("evaluated", f"{name}: {size}{told}"))
+    if facts.conversations:
+        lines.append(("learned", facts.conversations))
+    if data.packs:
+        lines.append(data.train.fill)
+    return lines
+
+
 def _of_what(config: Config, identity: Identity, flops: Flops) -> str:
-    """What a token costs, and what the hardware could do: the two that MFU is made of."""
+    """Description of the FLOP per token and of the hardware's peak, the two parts of MFU."""
     if flops.unknown:
         return f"no MFU: {flops.unknown}"
     whole, causal = (flops.of_token(config.data.sequence_length, causal) for causal in (False, True))
@@ -133,7 +134,7 @@ class Bar:
         self._enabled = enabled
         self._num_steps = num_steps
         self._first: int | None = None
-        """Step from which time is counted: the first one here takes longer than the others."""
+        """Step after which time is counted, because the first step of a process takes longer than the others."""
         self._start = 0.0
         self._plain = enabled and not sys.stderr.isatty()
         self._bar = tqdm(
@@ -146,7 +147,7 @@ class Bar:
         self._bar.update()
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        """The newest training metrics."""
+        """Show the newest training metrics."""
         if not self._enabled:
             return
         names = ("loss", "learning_rate", "tokens_per_second")
@@ -164,7 +165,7 @@ class Bar:
             self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s{mfu}", refresh=False)
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """A line for the held-out text and for each evaluation set."""
+        """Print a line for the held-out text and for each evaluation set."""
         for name, result in [("eval", evaluation.held_out), *evaluation.sets.items()]:
             self.line(
                 f"step {step}/{self._num_steps}  {name} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}  "
@@ -172,7 +173,7 @@ class Bar:
             )
 
     def show_epoch(self, metrics: dict[str, float]) -> None:
-        """A line for a pass over the training rows."""
+        """Print a line for one epoch of the training rows."""
         losses = [
             f"{name} loss {metrics[f'epoch/{name}_loss']:.4f}"
             for name in ("train", "eval")
@@ -182,7 +183,7 @@ class Bar:
         self.line("  ".join([f"epoch {metrics['epoch/number']:.0f}", *losses, rate, seconds]))
 
     def line(self, text: str) -> None:
-        """A line that does not break the bar."""
+        """Print a line without breaking the bar."""
         if self._enabled:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -198,7 +199,7 @@ def _duration(seconds: float) -> str:
 
 
 def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], final: Path) -> str:
-    """A sample, the score beside the compressors everybody knows, and where everything is."""
+    """Text with a sample, the score compared with gzip and xz, and the paths of the outputs."""
     parts = []
     if config.export.sample_tokens:
         prompt = config.export.sample_prompt
@@ -218,5 +219,7 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
     table = table or ["  none: the targets stand for no text"]
     parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))
-    parts.append(f"model   {final}\ncurves  {final.parent / history.PICTURE}\nsummary {final.parent / summary.FILE}")
+    parts.append(
+        f"model   {final}\ncurves  {final.parent / metrics_file.PICTURE}\nsummary {final.parent / summary.FILE}"
+    )
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""What a run says of its speed: tokens and FLOP per second, where the time of a step goes, and a profile where one is asked for."""
+"""Speed of a run: tokens and FLOP per second, where the time of a step goes, and a profile if asked for."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from acc_lm.config import Config
-from acc_lm.profiling import Profile
+from acc_lm.modeling.flops import Flops, peak_of
 from acc_lm.progress import Progress
-from acc_lm.rows import Batch
+from acc_lm.reporting.profiler import Profile
+from acc_lm.rows.batch import Batch
 from acc_lm.runtime import Identity, Memory, Pace
-from acc_lm.throughput import Flops, peak_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 class Speed:
-    """A clock that stands still while the run evaluates and saves; it starts where its context is entered, by all together.
+    """Clock that pauses while the run evaluates and saves; it starts on all processes together, on entering its context.
 
     Args:
-        flops: of the model that is trained.
-        memory: of this process, up to here.
-        progress: where the run begins.
+        flops: FLOP per token of the trained model.
+        memory: memory record of this process, up to here.
+        progress: position at which the run begins.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class Speed:
         self._peak = peak_of(identity.device, identity.compute, config.tracking.peak_tflops)
         self._profile = Profile(accelerator, config.profile, Path(config.output_dir), progress.step, num_steps, memory)
         self._step = progress.step
-        """The one that was begun last."""
+        """Number of the step that was begun last."""
         self._begun = self._seconds = 0.0
-        """When it was, and what the others since the last look have taken."""
+        """Start time of that step, and seconds of the other steps since the last `metrics` call."""
         self._tokens, self._num_steps = progress.tokens, 0
         self._computed = [0.0, 0.0]
-        """FLOP of this process since the last look: with whole rows looked at, and with what a token may look at."""
+        """FLOP of this process since the last `metrics` call: with attention to full rows, and with causal attention."""
         self.slow: str | None = None
-        """A line, if the last look has found that a process holds up the others."""
+        """Line that names a straggler, if the last `metrics` call found a process that holds up the others."""
         self._model = model
 
     def __enter__(self) -> Speed:
         self._memory.watch_first_step(self._model)
-        self._accelerator.wait_for_everyone()  # what the main process writes before the first step is no time of it
+        self._accelerator.wait_for_everyone()  # do not time what the main process writes before the first step
         self._pace.__enter__()
         self.begin_step()
         return self
@@ -72,7 +72,7 @@ class Speed:
             self._profile.stop()
 
     def reading(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, whose time and size are noted."""
+        """Yield the loader's batches and record their time and size."""
         for batch in self._pace.reading(loader, self._profile.span):
             ids = batch["input_ids"]
             for i, causal in enumerate((False, True)):
@@ -80,19 +80,19 @@ class Speed:
             yield batch
 
     def begin_step(self) -> None:
-        """The clock goes on, and the next step begins. Nothing is waited for."""
+        """Resume the clock and begin the next step, without waiting for anything."""
         self._step, self._num_steps, self._begun = self._step + 1, self._num_steps + 1, time.monotonic()
         self._profile.begin(self._step)
         self._pace.start_step()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Something else than training: its memory is noted apart, and no profile sees it."""
+        """Context for work other than training: its memory is recorded separately, and the profiler is paused."""
         with self._memory.phase("evaluation"), self._profile.looking_away():
             yield
 
     def pause(self) -> None:
-        """The step is over. Every process calls."""
+        """End the step and pause the clock. Every process calls."""
         self._seconds += time.monotonic() - self._begun
         if "first update" not in self._memory.phases:
             self._memory.note("first update")
@@ -100,7 +100,7 @@ class Speed:
         self._profile.end(self._step)
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        """Since the last call, up to now, by the names of metrics.jsonl. When the device has done all; every process calls.
+        """Metrics since the last call, by the names of metrics.jsonl. Every process calls, when its device has finished.
 
         Args:
             tokens: targets that the run has trained on so far.

@@ -1,12 +1,12 @@
-"""Weights & Biases and TensorBoard through Accelerate's trackers, as observers: whatever they do, the run goes on.
+"""Weights & Biases and TensorBoard through Accelerate's trackers, as observers: whatever they do, the run continues.
 
-`metrics.jsonl` is the record, trackers show it. A run that goes on first hands them the lines that are in it, so that no kill,
-no lost network and no checkpoint passed over leaves a gap, a step twice or a step backward there:
+`metrics.jsonl` is the record, trackers show it. A resumed run first sends them the lines that are in it, so trackers get
+every step exactly once and in order, in spite of kills, lost networks and skipped checkpoints:
 
-- W&B online knows the last step that it has, and is given those after it.
-- W&B offline cannot resume, and what a killed process wrote last may be missing. So every start writes one folder with
-  all steps that were not uploaded yet; it takes the place of the one before. There is never more than one to sync.
-- TensorBoard is told to forget all earlier files.
+- W&B online knows the last step that it has, and gets the steps after it.
+- W&B offline cannot resume, and the last lines of a killed process may be missing. So every start writes one folder with
+  all steps that were not uploaded yet, which replaces the previous folder. There is never more than one to sync.
+- TensorBoard gets all steps again and discards all earlier files.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from acc_lm import history
 from acc_lm.config import Config, flatten, learned_changes
 from acc_lm.redaction import printable, redact
+from acc_lm.run_files import metrics_file
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Row = tuple[int, dict[str, Any]]
-"""Step, and metrics; `samples` among them are rows of a table."""
+"""Step and its metrics; `samples` among them are rows of a table."""
 
 NETWORK_SECONDS = 3.0
 INIT_SECONDS = 10.0
 START_SECONDS = 12.0
-"""The first step waits this long for trackers that are slow to start; they go on starting beside it."""
+"""Seconds that the first step waits for slow trackers to start; after that they continue in the background."""
 FINISH_SECONDS = 30.0
-"""The end of the run waits this long for what trackers still have to write or to upload."""
+"""Seconds that the end of the run waits for trackers to finish writing and uploading."""
 
 
 class Tracking:
-    """Metrics to the chosen trackers, from a thread of its own: one that is slow, hangs or raises costs one warning."""
+    """Metrics for the chosen trackers, sent from a thread: a tracker that is slow, hangs or raises costs one warning."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -53,17 +53,17 @@ class Tracking:
         self.description = "none"
 
     def start(self, config: Config, output_dir: Path, awaited: Callable[[int], set[str]]) -> None:
-        """Start the trackers of the recipe; called by every process, acts on the main one.
+        """Start the trackers of the recipe; every process calls, only the main one acts.
 
         Args:
-            awaited: metrics that a step is not complete without.
+            awaited: names of the metrics without which a step is incomplete.
         """
         if not self._accelerator.is_main_process or not config.tracking.report_to:
             return
         known: dict[int, dict[str, Any]] = {}
-        for entry in history.read(output_dir):
+        for entry in metrics_file.read(output_dir):
             known.setdefault(entry.pop("step"), {}).update(entry)
-        for sample in history.read(output_dir, history.SAMPLES):
+        for sample in metrics_file.read(output_dir, metrics_file.SAMPLES):
             if sample["step"] in known:
                 known[sample["step"]].setdefault("samples", []).append(sample)
         for row in known.items():
@@ -80,12 +80,12 @@ class Tracking:
             self._rows.put((step, metrics))
 
     def finish(self) -> None:
-        """End the trackers; before the process group, which may be gone already."""
+        """End the trackers; call before the process group ends."""
         if not self._thread:
             return
         self._rows.put(None)
         self._thread.join(FINISH_SECONDS)
-        self._accelerator.trackers = []  # or Accelerate ends them once more
+        self._accelerator.trackers = []  # or Accelerate would end them again
         if self._thread.is_alive():
             _warn(f"tracking did not end within {FINISH_SECONDS:.0f} s and is left behind; metrics.jsonl is complete")
         elif self._chain and self._chain.folder:
@@ -102,8 +102,8 @@ class Tracking:
                     metrics = {}
                 step = row[0]
                 metrics = metrics | row[1]
-                # A step is sent once and whole: W&B takes nothing more for it later, and an evaluation that a stop
-                # left out comes from the run that goes on.
+                # A step is sent once and complete: W&B accepts nothing more for it later, and an evaluation that a
+                # stop skipped comes from the resumed run.
                 if awaited(step) <= metrics.keys():
                     self._send(step, metrics)
                     metrics = {}
@@ -117,18 +117,18 @@ class Tracking:
     def _open(self, config: Config, output_dir: Path, last_step: int) -> None:
         report_to, accelerator = config.tracking.report_to, self._accelerator
         recipe = config.model_dump(mode="json")
-        # TensorBoard takes nothing but numbers and strings.
+        # TensorBoard accepts only numbers and strings.
         values = {
             key: value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
             for key, value in flatten(recipe).items()
         }
         project, names = config.tracking.project, [str(name) for name in report_to if name != "wandb"]
         init_kwargs: dict[str, dict[str, Any]] = {"tensorboard": {"purge_step": 0}}
-        if "wandb" in map(str, accelerator.log_with):  # Accelerate has dropped what is not installed
+        if "wandb" in map(str, accelerator.log_with):  # Accelerate drops trackers that are not installed
             mode, why = wandb_mode()
             if mode != "disabled":
                 self._chain = WandbChain(output_dir, recipe, last_step)
-            run_name = config.tracking.run_name or output_dir.resolve().name[-128:]  # W&B takes no longer one
+            run_name = config.tracking.run_name or output_dir.resolve().name[-128:]  # the maximum length at W&B
             init_kwargs["wandb"] = _wandb_arguments(output_dir, run_name, mode, self._chain)
             names.append(f"wandb {mode}" + (f" ({why})" if why else ""))
         try:
@@ -168,7 +168,7 @@ class Tracking:
 
 
 class WandbChain:
-    """One run of W&B over all starts of a training: its id, and which steps it has; kept in `wandb/chain.json`."""
+    """One W&B run over all starts of a training: its id and the steps that it has, kept in `wandb/chain.json`."""
 
     def __init__(self, output_dir: Path, recipe: dict[str, Any], last_step: int) -> None:
         self._file = output_dir / "wandb" / "chain.json"
@@ -178,12 +178,12 @@ class WandbChain:
             before = json.loads(self._file.read_text())
             resume, resume_before = recipe["checkpoint"]["resume"], before["recipe"]["checkpoint"]["resume"]
             is_same = not learned_changes(before["recipe"], recipe) and resume in ("auto", resume_before)
-            # W&B does not take a step back: when another course begins before the last step sent, it is another run there.
+            # W&B accepts no earlier step: a changed training that begins before the last step sent gets a new run there.
             if is_same or before["sent"] <= last_step:
                 self._state = {key: before[key] for key in self._state}
         except FileNotFoundError:
             pass
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a power cut leaves it empty
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a power cut can leave it empty
             _warn(f"{self._file} cannot be read; W&B gets a new run with the whole history")
         self._state["recipe"] = recipe
         folders = self._file.parent.glob(f"offline-run-*-{self.id}*")
@@ -193,14 +193,14 @@ class WandbChain:
         self._first = self._state["uploaded"] + 1
         self._save()
         self.folder: Path | None = None
-        """The only one to sync; None while nothing is offline."""
+        """Only folder to sync; None unless W&B is offline."""
 
     @property
     def id(self) -> str:
         return str(self._state["id"])
 
     def opened(self, run: Any) -> None:
-        """The run is there: learn which steps it still needs, and put aside the folder that it replaces."""
+        """Register the opened run: find the steps that it still needs, and rename the folders that it replaces."""
         if run.offline:
             self.folder = self._file.parent / Path(run.dir).parent.name
         else:
@@ -209,7 +209,7 @@ class WandbChain:
             folder.rename(folder.with_name(f"replaced-{folder.name}"))
 
     def takes(self, step: int) -> bool:
-        """Whether W&B does not have this step yet; remembered before it is sent, so that it is never sent again."""
+        """Test whether W&B lacks this step, and record it before it is sent, so that it is never sent again."""
         if step < self._first:
             return False
         self._state["sent"] = step
@@ -238,7 +238,7 @@ def _wandb_arguments(output_dir: Path, run_name: str, mode: str, chain: WandbCha
 
 
 def wandb_mode() -> tuple[str, str]:
-    """(mode, why): what WANDB_MODE says, else online when there are a key and a network, else offline."""
+    """Mode of W&B and its reason: WANDB_MODE if set, else online if there are a key and a network, else offline."""
     asked = os.environ.get("WANDB_MODE")
     if asked:
         return asked, "WANDB_MODE"
@@ -250,7 +250,7 @@ def wandb_mode() -> tuple[str, str]:
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
-    try:  # through the proxy of the environment; any answer will do, but one that only accepts a connection gives none
+    try:  # uses the environment's proxy; any HTTP response is enough, a bare connection is not
         urlopen(server, timeout=NETWORK_SECONDS).close()
     except HTTPError:
         return "online", ""
@@ -272,7 +272,7 @@ def _has_wandb_key(host: str) -> bool:
 
 
 def _shown(metrics: dict[str, Any], tracker: str) -> dict[str, Any]:
-    """The samples in the form that a tracker takes: a table, or Markdown."""
+    """Samples in the form that a tracker takes: a table for W&B, else Markdown."""
     samples = metrics.get("samples")
     if not samples:
         return {}

@@ -1,4 +1,4 @@
-"""Several sources in one run: which rows of which of them make up step k, a pure function of (seed, k) once more.
+"""Several sources in one run: the rows of each source in step k, again a pure function of (seed, k).
 
 blocks   | b b a b b b a c | b a b b c b a b | ...     every block has the same number of each source's places
 source a | epoch 0's permutation | epoch 1's | ...     and each source runs through its own epochs
@@ -11,25 +11,24 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from acc_lm.losses import IGNORE_INDEX
-from acc_lm.order import RowOrder, other_permutation
+from acc_lm.rows.batch import IGNORE_INDEX, KEPT_APART, HeldOutRows
+from acc_lm.rows.order import RowOrder, other_permutation
 
 BLOCK = 256
-"""A block has at least so many rows: small enough that every few steps have the shares, large enough to be cheap."""
+"""Minimum rows of a block: small enough that every few steps have the exact shares, large enough to be cheap."""
 LARGEST_BLOCK = 1 << 14
-"""Weights that are exact in no block up to this are rounded to such a block."""
+"""Maximum rows of a block; weights that no block up to this size has exactly are rounded to a block of this size."""
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """How many rows of each source every block has; exact for weights as they were typed, wherever a block can be.
+    """Rows of each source in every block; exact for the weights as typed, if a block up to `LARGEST_BLOCK` can be exact.
 
-    Otherwise the largest remainders get the places that rounding down leaves.
+    Otherwise the counts are rounded down, and the largest remainders get the places that are left.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
@@ -49,14 +48,14 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MixedOrder(RowOrder):
-    """`RowOrder` of several sources; `num_rows` are those of one pass over the mixture."""
+    """`RowOrder` of several sources; `num_rows` is the number of rows in one pass over the mixture."""
 
     sizes: tuple[int, ...] = ()
-    """Rows that each source has."""
+    """Number of rows of each source."""
     counts: tuple[int, ...] = ()
-    """Rows of each source in every block."""
+    """Number of rows of each source in every block."""
     _kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
-    """By source, and under -1 and -2 the rows and sources of blocks: the newest two of each."""
+    """Cache of epoch permutations by source, and of the rows (-1) and sources (-2) of blocks: the newest two of each."""
 
     def rows_at(self, step: int) -> np.ndarray:
         place, end = self.places_after(step - 1), self.places_after(step)
@@ -70,7 +69,7 @@ class MixedOrder(RowOrder):
         return np.concatenate(pieces)
 
     def _block(self, block: int) -> np.ndarray:
-        """Rows of one block: the sources' places in random order, each source's rows in its own."""
+        """Rows of one block: the places of the sources are shuffled, the rows of each source follow its own order."""
         kept = self._kept.setdefault(-1, {})
         if block not in kept:
             source = self._sources(block)
@@ -109,13 +108,13 @@ class MixedOrder(RowOrder):
         return kept[epoch]
 
     def count_rows(self, num_places: int) -> list[int]:
-        """Rows of each source at the first `num_places` places."""
+        """Number of rows of each source at the first `num_places` places."""
         block, offset = divmod(num_places, sum(self.counts))
         inside = np.bincount(self._sources(block)[:offset], minlength=len(self.counts))
         return [block * count + int(more) for count, more in zip(self.counts, inside, strict=True)]
 
     def count_targets(self, rows: MixedRows, num_places: int) -> list[int]:
-        """Targets of each source at the first `num_places` places."""
+        """Number of targets of each source at the first `num_places` places."""
         counts = []
         for number, num_rows in enumerate(self.count_rows(num_places)):
             epoch, rest = divmod(num_rows, self.sizes[number])
@@ -125,33 +124,38 @@ class MixedOrder(RowOrder):
 
 
 def _keep_two(kept: dict[int, np.ndarray], key: int, value: np.ndarray) -> None:
-    """A step may span two; who reads ahead is never more than that ahead for long."""
+    """Add an entry and keep the newest two: a step may span two, and reading ahead is never further ahead for long."""
     if len(kept) == 2:
         del kept[next(iter(kept))]
     kept[key] = value
 
 
-class SourceRows(Protocol):
-    """The contract of `Rows` and `PackedRows`."""
-
-    def __len__(self) -> int: ...
-    def __getitems__(self, rows: Iterable[int]) -> dict[str, torch.Tensor]: ...
-    def count_targets(self, rows: np.ndarray) -> int: ...
-    def count_bytes(self, rows: Iterable[int]) -> int: ...
-
-
 class MixedRows(Dataset[dict[str, torch.Tensor]]):
-    """The rows of several sources under one numbering; the same contract as `Rows`, and as `PackedRows` if they are.
+    """The rows of several sources under one numbering; the same contract as `Rows`, or as `PackedRows` for packed parts.
 
     Args:
         parts: rows of each source, all of text or all of conversations.
     """
 
-    def __init__(self, parts: Sequence[SourceRows]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[HeldOutRows]) -> None:
+        self.parts, self.sequence_length = parts, parts[0].sequence_length
         self.offsets = np.cumsum([0, *(len(part) for part in parts)])
         self.num_targets = [part.count_targets(np.arange(len(part))) for part in parts]
-        """Targets of each source."""
+        """Number of targets of each source."""
+
+    @property
+    def packs(self) -> bool:
+        return self.parts[0].packs
+
+    @property
+    def padded_lengths(self) -> np.ndarray | None:
+        lengths = [part.padded_lengths for part in self.parts]
+        padded = [part for part in lengths if part is not None]
+        return np.concatenate(padded) if padded else None
+
+    @property
+    def fill(self) -> tuple[str, str]:
+        return KEPT_APART
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -160,7 +164,7 @@ class MixedRows(Dataset[dict[str, torch.Tensor]]):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: Iterable[int]) -> dict[str, torch.Tensor]:
-        """The rows as their sources give them, in this order; narrower ones are padded to the widest."""
+        """Batch of these rows, in this order, as their sources return them; narrower rows are padded to the widest."""
         rows = np.asarray(list(rows), dtype=np.int64)
         order, batches = [], []
         for places, part, local in self._by_part(rows):
@@ -175,8 +179,8 @@ class MixedRows(Dataset[dict[str, torch.Tensor]]):
             for name in batches[0]
         }
 
-    def _by_part(self, rows: np.ndarray) -> list[tuple[np.ndarray, SourceRows, np.ndarray]]:
-        """(places among `rows`, part, rows within it) of each part that is asked for; the first has the empty row."""
+    def _by_part(self, rows: np.ndarray) -> list[tuple[np.ndarray, HeldOutRows, np.ndarray]]:
+        """Triples (places among `rows`, part, rows within it) of each part in use; the empty row is of the first part."""
         number = np.maximum(np.searchsorted(self.offsets, rows, side="right") - 1, 0)
         found = [np.flatnonzero(number == part) for part in range(len(self.parts))]
         return [
@@ -186,7 +190,7 @@ class MixedRows(Dataset[dict[str, torch.Tensor]]):
         ]
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """Targets in these rows."""
+        """Number of targets in these rows."""
         return sum(part.count_targets(local) for _, part, local in self._by_part(np.asarray(rows)))
 
     def count_bytes(self, rows: Iterable[int]) -> int:

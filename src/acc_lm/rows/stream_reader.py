@@ -1,9 +1,9 @@
-"""Shards -> documents -> rows of one stream after the other, in a process of its own that reads ahead of the training.
+"""Shards -> documents -> rows of one stream after the other, in a separate process that reads ahead of the training.
 
     shards of stream s ──► records ──► documents ──► ids ──► rows ──► blocks (shuffled, or not) ──► chunks ──► a pipe
 
-The pipe and the queue before it are bounded: who does not read makes the reader wait. A chunk is what one optimizer step
-takes of a stream, and it comes with the state from which the stream goes on behind it.
+The pipe and the queue before it are bounded, so the reader waits when its chunks are not consumed. A chunk holds the rows
+that one optimizer step takes from a stream, and the state from which the stream continues after them.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ import numpy as np
 
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError
-from acc_lm.order import other_permutation
-from acc_lm.sources import Skipped, find_files, hash_text, read_shard, stream_dataset, text_in, were_known
-from acc_lm.tokenizer import pieces_of
+from acc_lm.rows.order import other_permutation
+from acc_lm.text.corpus import stream_dataset
+from acc_lm.text.documents import Skipped, hash_text, text_in
+from acc_lm.text.files import find_files, read_shard, were_known
+from acc_lm.text.tokenizer import pieces_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAUSES = (1.0, 2.0, 4.0)
-"""Seconds before a shard that could not be read is tried again; after the last it is given up."""
+"""Seconds before each retry of a shard that could not be read; after the last retry the reader gives up."""
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 18, 1024
-"""Encoded in one call: little enough that the first row is there soon."""
+"""Size of one encoding call, in characters and in documents: small enough that the first row is ready soon."""
 QUEUED_CHUNKS = 16
 HEADER = struct.Struct("<c6q")
 CHUNK, ERROR = b"C", b"E"
 
 
 class Position(NamedTuple):
-    """A token of a stream."""
+    """Position of a token in a stream."""
 
     epoch: int = 0
-    """Passes over all of its shards before."""
+    """Number of complete passes over the shards of the stream before this token."""
     shard: int = 0
-    """Among those of this pass, in their order."""
+    """Index of the shard in the order of this pass."""
     record: int = 0
     offset: int = 0
-    """Tokens of the record's text before it."""
+    """Number of tokens of the record's text before this one."""
     skipped: int = 0
-    """Records without text that this pass has had so far."""
+    """Number of records without text in this pass so far."""
 
 
 class State(NamedTuple):
-    """From where a stream goes on: `row` begins at `position`. With blocks it is the first row of one."""
+    """State from which a stream continues: `row` begins at `position`. With blocks it is the first row of a block."""
 
     row: int
     position: Position
@@ -76,26 +78,26 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """What a corpus is read in: files, or the shards of a dataset."""
+    """Parts in which a corpus is read: files, or the shards of a dataset."""
 
     names: tuple[str, ...]
     key: str
-    """Hash of the names: the text itself is not read before it is learned."""
+    """Hash of the names, because the text itself is not read in advance."""
     open: Callable[[int], Iterator[tuple[str, Any]]]
-    """Number of a shard -> (place for error messages, record) of each of its records."""
+    """Function: number of a shard -> pairs (place for error messages, record) of the shard."""
     former_key: str | None = None
-    """Key that acc-lm gave it up to rows-1, by the folder of a dataset too; None when it was read otherwise then."""
+    """Key in the formats up to rows-1, which also hashed a dataset's folder; None if they read it differently."""
 
 
 def open_shards(config: DataConfig) -> Shards:
-    """The shards that a recipe names; none is read.
+    """Find the shards that a recipe names, without reading any.
 
     Raises:
         DataError: a file or dataset is missing.
     """
     if config.source == "files":
         files = find_files(config.files, "data.files")
-        key = hash_text(repr([file.name for file in files]))  # no sizes: a shard that was cut short may be repaired
+        key = hash_text(repr([file.name for file in files]))  # no sizes: a truncated shard may be repaired
         former_key = key if were_known(files) else None
         names = tuple(map(str, files))
         return Shards(names, key, lambda number: read_shard(files[number], config.text_column), former_key)
@@ -109,20 +111,20 @@ def open_shards(config: DataConfig) -> Shards:
 
     folder = Path(str(config.dataset))
     known_by: Any = config.dataset
-    if folder.is_dir():  # by the files in it, wherever it is and whatever it is called
+    if folder.is_dir():  # known by its files, whatever its path and its name
         inside = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and file.suffix != ".md")
-        # Hidden ones, such as those of git or of a download, come and go without the text.
+        # Hidden files, such as those of git or of a download, come and go while the text stays the same.
         known_by = sorted(str(file) for file in inside if not any(part.startswith(".") for part in file.parts))
     key = hash_text(repr((known_by, config.dataset_split, len(names), config.dataset_config)))
     return Shards(names, key, read, hash_text(repr((names, config.dataset_config))))
 
 
 class Stream:
-    """One of the streams that a corpus is read in: every `num_streams`-th shard, pass after pass.
+    """One of the streams in which a corpus is read: every `num_streams`-th shard, pass after pass.
 
     Args:
-        encoder: of plain text, as `tokenizer.text_encoder` makes it.
-        end: id behind each document.
+        encoder: encoder of plain text, as `tokenizer.text_encoder` builds it.
+        end: id of the token after each document.
     """
 
     def __init__(
@@ -133,10 +135,10 @@ class Stream:
         self._own = np.arange(number, len(shards.names), config.num_streams)
 
     def _records(self, shard: int, first: int) -> Iterator[tuple[int, str, Any]]:
-        """(number, place, record) from record `first` on; a shard that fails is read again from where it did.
+        """Triples (number, place, record) from record `first` on; a failed read is retried from the record that failed.
 
         Raises:
-            DataError: it failed as often as is tolerated.
+            DataError: the last retry failed too.
         """
         number, failures = first, 0
         while True:
@@ -145,7 +147,7 @@ class Stream:
                     yield number, place, record
                     number, failures = number + 1, 0
                 return
-            except Exception as error:  # files, networks and formats raise dozens of kinds; each may pass
+            except Exception as error:  # files, networks and formats raise dozens of kinds; each may be temporary
                 if failures == len(PAUSES):
                     reason = " ".join(str(error).split())[:300] or type(error).__name__
                     raise DataError(
@@ -162,7 +164,7 @@ class Stream:
                 failures += 1
 
     def _documents(self, start: Position) -> Iterator[tuple[Position, str]]:
-        """(position of its first token, text) of every document, from the record of `start` on."""
+        """Pairs (position of the first token, text) of every document, from the record of `start` on."""
         read, position, has_text = text_in(self._config.text_column), start, False
         while True:
             skipped = Skipped(self._config.skip_bad_rows, position.skipped)
@@ -185,7 +187,7 @@ class Stream:
             position, has_text = Position(position.epoch + 1), False
 
     def _tokens(self, start: Position) -> Iterator[list[tuple[Position, np.ndarray]]]:
-        """(position of its first id, ids) of a few documents at a time, each with the end token, from `start` on."""
+        """Lists of a few documents each, from `start` on: (position of the first id, ids with the end token)."""
         offset = start.offset
         for batch, error in _in_batches(self._documents(start)):
             pieces = [pieces_of(text, self._encoder) for _, text in batch]
@@ -200,7 +202,7 @@ class Stream:
                 raise error
 
     def _rows(self, start: Position) -> Iterator[tuple[np.ndarray, Position]]:
-        """(ids of a row [sequence_length + 1], position where the next one begins)."""
+        """Pairs (ids of a row [sequence_length + 1], position where the next row begins)."""
         length = self._config.sequence_length
         ids = np.zeros(0, dtype=self._dtype)
         begins: list[int] = []
@@ -226,10 +228,10 @@ class Stream:
                 ids = ids[cut:]
 
     def rows(self, state: State, first_row: int) -> Iterator[tuple[np.ndarray, State]]:
-        """(ids, state behind it) of every row from `first_row` on, in the order in which they are learned.
+        """Pairs (ids, state after the row) of every row from `first_row` on, in the order in which they are learned.
 
         Args:
-            state: of this row, or of the block that it is in.
+            state: state at `first_row`, or at the start of the block that contains it.
         """
         rows, size = self._rows(state.position), self._config.shuffle_buffer
         if size is None:
@@ -249,7 +251,7 @@ class Stream:
 def _in_batches(
     documents: Iterator[tuple[Position, str]],
 ) -> Iterator[tuple[list[tuple[Position, str]], Exception | None]]:
-    """A few documents at a time; what comes before an error comes with it, so that nothing which could be read is lost."""
+    """Batches of a few documents; an error comes with the documents before it, so no readable document is lost."""
     batch: list[tuple[Position, str]] = []
     characters = 0
     while True:
@@ -266,12 +268,12 @@ def _in_batches(
 
 
 def read_streams(job: dict[str, Any]) -> Iterator[tuple[State, list[np.ndarray]]]:
-    """Chunks of all streams of a job, one after the other, step after step."""
+    """Chunks of all streams of a job: in each step, one chunk of each stream after the other."""
     from tokenizers import Tokenizer
 
     config = DataConfig.model_validate_json(json.dumps(job["config"]))
     shards, encoder, dtype = open_shards(config), Tokenizer.from_str(job["tokenizer"]), np.dtype(job["dtype"])
-    encoder.encode_special_tokens = True  # of plain text; it is not kept in the tokenizer's own description
+    encoder.encode_special_tokens = True  # plain text; the tokenizer's JSON does not keep this flag
     streams = [
         Stream(int(number), shards, config, encoder, job["end"], dtype, job["seed"]).rows(
             State.unpack(state), job["first_row"]
@@ -285,11 +287,11 @@ def read_streams(job: dict[str, Any]) -> Iterator[tuple[State, list[np.ndarray]]
 
 
 def main() -> None:
-    """Read a job from standard input and write its chunks to standard output, until nobody reads them."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group; the training decides what they mean
+    """Read a job from standard input and write its chunks to standard output, until the other end is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group; the training process handles them
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no chunk
+    os.dup2(2, 1)  # output of libraries must not mix with the chunks
     job = json.loads(sys.stdin.buffer.readline())
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -302,7 +304,7 @@ def main() -> None:
     try:
         for state, rows in read_streams(job):
             chunks.put(HEADER.pack(CHUNK, *state.pack()) + np.concatenate(rows).tobytes())
-    except Exception as error:  # told by the process that trains, with the exit code that it has there
+    except Exception as error:  # the training process reports the error and exits with its code
         text = json.dumps([type(error).__name__, str(error)]).encode()
         chunks.put(HEADER.pack(ERROR, len(text), 0, 0, 0, 0, 0) + text)
     chunks.put(None)
@@ -316,15 +318,15 @@ def _write(chunks: queue.Queue[bytes | None], out: RawIOBase) -> None:
             while left:
                 left = left[out.write(left) or 0 :]
         return
-    os._exit(0)  # nobody reads any more
+    os._exit(0)  # the other end of the pipe is closed
 
 
 def command() -> tuple[list[str], dict[str, str]]:
-    """How a reader is started, and the environment that it needs."""
-    package = str(Path(__file__).parent.parent)
+    """Command line that starts a reader, and the environment that it needs."""
+    package = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return [sys.executable, "-P", "-m", "acc_lm.stream_reader"], environment
+    return [sys.executable, "-P", "-m", "acc_lm.rows.stream_reader"], environment
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Rows that come while the model trains on them: what the processes of `stream_reader` write, under the contract of `Rows`.
+"""Rows that arrive during training: the output of the `stream_reader` processes, under the contract of `Rows`.
 
-Every process reads whole streams of its own, so the rows of a step are the same for any number of processes that divides
-`data.num_streams`. The state of each stream behind the newest step goes into every checkpoint, and a run that goes on reads
-no more than the shard in which each of its streams stopped, and with a shuffle buffer the rows of that block.
+Every process reads complete streams of its own, so the rows of a step are the same for any number of processes that
+divides `data.num_streams`. Every checkpoint has the state of each stream after the newest step. A resumed run reads no
+more than the shard in which each of its streams stopped, and with a shuffle buffer the rows of that block.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from torch.utils.data import Dataset
 
 from acc_lm.config import DataConfig
 from acc_lm.errors import CheckpointError, DataError
-from acc_lm.order import StreamOrder
-from acc_lm.packing import apart, shifted
-from acc_lm.stream_reader import CHUNK, HEADER, QUEUED_CHUNKS, State, command
-from acc_lm.tokenizer import count_ids, id_dtype, text_encoder
+from acc_lm.rows.batch import KEPT_APART
+from acc_lm.rows.order import StreamOrder
+from acc_lm.rows.packing import apart, shifted
+from acc_lm.rows.stream_reader import CHUNK, HEADER, QUEUED_CHUNKS, State, command
+from acc_lm.text.tokenizer import count_ids, id_dtype, text_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIPE_BYTES = 1 << 20
-SET_PIPE_SIZE = 1031  # of fcntl, on Linux
+SET_PIPE_SIZE = 1031  # fcntl's F_SETPIPE_SZ on Linux
 
 
 class StreamRows(Dataset[dict[str, torch.Tensor]]):
-    """The rows of all streams, numbered as `StreamOrder` does; inside `reading` they can be had once each, in its order.
+    """The rows of all streams, numbered as in `StreamOrder`; inside `reading` each can be read once, in that order.
 
-    Outside of it there are only rows of the right shape, for those who try whether a step fits.
+    Outside `reading` there are only rows of the right shape, for a trial of whether a step fits.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
@@ -47,23 +48,35 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         self._job = {"tokenizer": text_encoder(tokenizer).to_str(), "end": tokenizer.eos_token_id}
         self._readers: dict[int, Reader] = {}
         self._states: dict[int, State] = {}
-        """Behind the newest chunk of each stream."""
+        """State of each stream after its newest chunk."""
         self._chunks: dict[int, tuple[int, np.ndarray]] = {}
-        """(number of its first row, ids) of the newest chunk of each stream."""
+        """Newest chunk of each stream: (number of its first row, ids)."""
         self._passes = 0
         self._news: list[str] = []
+
+    @property
+    def packs(self) -> bool:
+        return self.end is not None
+
+    @property
+    def padded_lengths(self) -> None:
+        return None
+
+    @property
+    def fill(self) -> tuple[str, str]:
+        return KEPT_APART
 
     @contextlib.contextmanager
     def reading(
         self, order: StreamOrder, step: int, saved: dict[str, list[int]] | None, process: int, num_processes: int
     ) -> Iterator[None]:
-        """While this lasts, the rows of the steps behind `step` are read ahead.
+        """Context in which the rows of the steps after `step` are read ahead.
 
         Args:
-            saved: `states` of that step, of all processes; None: the streams are read from their beginning.
+            saved: `states` after that step, of all processes; None: the streams are read from their beginning.
 
         Raises:
-            CheckpointError: they are those of other streams.
+            CheckpointError: `saved` belongs to other streams.
         """
         share = order.global_batch_size // self.num_streams
         first_row = order.places_after(step) // self.num_streams
@@ -100,11 +113,11 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             self._readers, self._states, self._chunks = {}, {}, {}
 
     def states(self) -> dict[str, list[int]] | None:
-        """From where each stream of this process goes on behind the rows that were taken; None when none is read."""
+        """State of each stream of this process after the rows consumed so far; None if no stream is being read."""
         return {str(stream): state.pack() for stream, state in self._states.items()} or None
 
     def news(self) -> list[str]:
-        """A line for the first stream of this process that begins another pass, since the last call."""
+        """Messages since the last call: a line for the first stream of this process that begins another pass."""
         lines, self._news = self._news, []
         return lines
 
@@ -112,7 +125,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: Iterable[int]) -> dict[str, torch.Tensor]:
-        """As `Rows` gives them; every row is full."""
+        """Batch of these rows, with the keys of a batch of `Rows`; every row is full."""
         rows = list(rows)
         ids = np.zeros((len(rows), self.sequence_length + 1), dtype=np.int64)
         for place, row in enumerate(rows if self._readers else ()):
@@ -137,39 +150,39 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         return row
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """Targets in these rows."""
+        """Number of targets in these rows."""
         assert self._readers, "outside of `reading` there are no rows to learn"
         return len(rows) * self.sequence_length
 
 
 class Reader:
-    """A process that reads some streams ahead: a chunk of each, in their order, again and again.
+    """Process that reads some streams ahead: a chunk of each, in their order, again and again.
 
     Args:
-        job: what `stream_reader.read_streams` needs to know.
-        shape: of a chunk's ids.
+        job: the job that `stream_reader.main` reads.
+        shape: shape of the ids of a chunk.
     """
 
     def __init__(self, job: dict[str, Any], shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
         self._shape, self._dtype = shape, dtype
         arguments, environment = command()
-        # A session of its own: Ctrl-C on a terminal is for the training, which decides what it means.
+        # A session of its own, so Ctrl-C on a terminal reaches only the training process, which handles it.
         self._process = subprocess.Popen(
             arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdout
-        with contextlib.suppress(OSError):  # a limit of this machine, or no Linux: the pipe is smaller then
+        with contextlib.suppress(OSError):  # a limit of this machine, or not Linux: the pipe stays smaller
             fcntl.fcntl(self._pipe, SET_PIPE_SIZE, PIPE_BYTES)
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(json.dumps(job).encode() + b"\n")
 
     def next_chunk(self) -> tuple[State, np.ndarray]:
-        """(state behind it, ids) of the next chunk; waits for it.
+        """Wait for the next chunk and return (state after it, ids).
 
         Raises:
-            DataError: a shard could not be read, or the process has ended.
+            DataError: a shard could not be read, or the reader process has ended.
         """
         header = self._pipe.read(HEADER.size)
         if len(header) < HEADER.size:
@@ -187,7 +200,7 @@ class Reader:
     @staticmethod
     def _said(problem: str) -> DataError:
         error = DataError(problem)
-        error.speaks = True  # the other processes know nothing of it
+        error.speaks = True  # only this process has the error
         return error
 
     def close(self) -> None:

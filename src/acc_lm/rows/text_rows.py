@@ -1,4 +1,4 @@
-"""Rows of plain text, cut out of a split's tokens, and the loader that hands them out.
+"""Rows of plain text, cut out of a split's tokens.
 
 A row holds `sequence_length + 1` ids and overlaps the next by one id, so every token but a split's first is a target.
 """
@@ -6,30 +6,23 @@ A row holds `sequence_length + 1` ids and overlaps the next by one id, so every 
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from acc_lm.losses import IGNORE_INDEX
-from acc_lm.order import MicroBatches
-from acc_lm.packing import apart, shifted
-from acc_lm.streaming import StreamRows
-
-Batch = dict[str, torch.Tensor]
+from acc_lm.rows.batch import IGNORE_INDEX, KEPT_APART, Batch
+from acc_lm.rows.packing import apart, shifted
 
 
 class Rows(Dataset[Batch]):
-    """The rows of one split, cut out of its tokens when asked for.
+    """The rows of one split, cut out of its tokens on request.
 
     Args:
-        tokens: ids of the whole split, uint16 or uint32 [num_tokens], memory-mapped.
+        tokens: ids of the entire split, uint16 or uint32 [num_tokens], memory-mapped.
         sequence_length: targets per row.
-        bytes_of_token: UTF-8 bytes that each token stands for, uint32 [num_tokens]; None where nobody asks.
-        end: id behind each document, at which a position sees nothing before it; None: rows are read as one text.
+        bytes_of_token: UTF-8 bytes that each token stands for, uint32 [num_tokens]; None if they are not needed.
+        end: id of the token after each document, before which later positions see nothing; None: a row is one text.
     """
 
     def __init__(
@@ -44,6 +37,18 @@ class Rows(Dataset[Batch]):
         self.bytes_of_token = bytes_of_token
         self.end = end
 
+    @property
+    def packs(self) -> bool:
+        return self.end is not None
+
+    @property
+    def padded_lengths(self) -> None:
+        return None
+
+    @property
+    def fill(self) -> tuple[str, str]:
+        return KEPT_APART
+
     def __len__(self) -> int:
         return math.ceil((len(self.tokens) - 1) / self.sequence_length)
 
@@ -53,8 +58,8 @@ class Rows(Dataset[Batch]):
     def __getitems__(self, rows: Iterable[int]) -> Batch:
         """input_ids and targets, int64 [B, sequence_length]; targets[t] follows input_ids[t], or is IGNORE_INDEX.
 
-        With an `end`, position_ids and document_ids too, as `packing.apart` makes them.
-        Row -1 is an empty row: it fills up the last batch of an evaluation and has no target.
+        With an `end`, the batch also has position_ids and document_ids, as `packing.apart` builds them.
+        Row -1 is an empty row without a target that fills the last batch of an evaluation.
         """
         rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)  # Python's own integers index faster
         length = self.sequence_length
@@ -73,9 +78,9 @@ class Rows(Dataset[Batch]):
         return batch if self.end is None else batch | apart(ids[:, :-1], self.end)
 
     def count_targets(self, rows: np.ndarray) -> int:
-        """Targets in these rows."""
+        """Number of targets in these rows."""
         left = len(self.tokens) - 1 - np.asarray(rows) * self.sequence_length
-        return int(np.clip(left, 0, self.sequence_length).sum())
+        return int(np.minimum(left, self.sequence_length).sum())
 
     def count_bytes(self, rows: Iterable[int]) -> int:
         """UTF-8 bytes of the text that the targets of these rows stand for."""
@@ -84,29 +89,6 @@ class Rows(Dataset[Batch]):
         spans = (slice(row * length + 1, (row + 1) * length + 1) for row in rows if row >= 0)
         return sum(int(self.bytes_of_token[span].sum(dtype=np.int64)) for span in spans)
 
-
-def _keep(batch: Any) -> Any:
-    return batch
-
-
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """A terminal sends Ctrl-C to workers too; only the training process decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def build_loader(
-    rows: Dataset[Batch], batches: MicroBatches | list[np.ndarray], num_workers: int, *, pin_memory: bool
-) -> DataLoader[Batch]:
-    """A loader that reads exactly the given micro-batches, in their order; workers only read ahead."""
-    if isinstance(rows, StreamRows):
-        num_workers = 0  # it has readers of its own
-    return DataLoader(
-        rows,
-        batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=_keep,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=_leave_interrupts_to_the_trainer if num_workers else None,
-    )
+    def units_of(self, rows: np.ndarray, batch: Batch) -> np.ndarray:
+        """Number of the token that each target of a batch is, int64 [B, sequence_length]."""
+        return rows[:, None] * self.sequence_length + 1 + np.arange(self.sequence_length)

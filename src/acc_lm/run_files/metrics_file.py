@@ -1,4 +1,4 @@
-"""The record of a run: `metrics.jsonl`, one line per logged step and per evaluation, and the picture made from it."""
+"""Record of a run: `metrics.jsonl`, one line per logged step and per evaluation, and the curves drawn from it."""
 
 from __future__ import annotations
 
@@ -9,32 +9,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from acc_lm.files import to_json
+
 FILE = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PICTURE = "training_curves.png"
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add one line; plain floats, the step first; what is no number is null."""
+    """Append one line of plain floats, the step first; nan and infinity are written as null."""
     with (output_dir / FILE).open("a") as file:
         file.write(to_json({"step": step, **metrics}) + "\n")
 
 
-def to_json(values: Any, indent: int | None = None) -> str:
-    """JSON text; a number that is not finite is null, for JSON has no other."""
-    return json.dumps(_finite(values), indent=indent, default=str, allow_nan=False)
-
-
-def _finite(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _finite(value) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_finite(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values
-
-
 def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
-    """All whole lines, with nan for null; a line that a killed process or a power cut left damaged is skipped."""
+    """Read all intact lines, with nan for null; lines damaged by a killed process or a power cut are skipped."""
     try:
         lines = (output_dir / name).read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -51,19 +40,19 @@ def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(output_dir: Path) -> Path | None:
-    """Folder of the highest step that has a manifest; nothing in it is read."""
+    """Checkpoint folder of the highest step with a manifest, None without any; no file in it is read."""
     manifests = (output_dir / "checkpoints").resolve().glob("step-*/manifest.json")
     steps = {file.parent.name.removeprefix("step-"): file.parent for file in manifests}
     return max(((int(step), folder) for step, folder in steps.items() if step.isdecimal()), default=(0, None))[1]
 
 
 def gain(metric: str, value: float) -> float:
-    """The value, turned so that more is better: of losses, perplexities and bits less is, of accuracies more."""
+    """Value with its sign set so that more is better: all but accuracies (losses, perplexities, bits) are negated."""
     return value if metric.endswith("accuracy") else -value
 
 
 def best(entries: Iterable[dict[str, Any]], metric: str) -> dict[str, Any] | None:
-    """The first of the best values of a metric and its step; None when it was never measured."""
+    """First of the best values of a metric, with its step; None when the metric has no finite value."""
     steps, values = series(entries, metric)
     finite = [
         (gain(metric, value), -step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)
@@ -75,13 +64,13 @@ def best(entries: Iterable[dict[str, Any]], metric: str) -> dict[str, Any] | Non
 
 
 def evaluation_at(output_dir: Path, step: int, metric: str) -> dict[str, float] | None:
-    """The evaluation at this step; None when none measured `metric`."""
+    """Last evaluation recorded at this step; None when none measured `metric`."""
     found = [entry for entry in read(output_dir) if entry["step"] == step and metric in entry]
     return found[-1] if found else None
 
 
 def epochs(entries: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
-    """The table of the passes over the training rows, by the names of its columns."""
+    """Table of the passes over the training rows: a dict by column name for each pass."""
     names = ("number", "train_loss", "eval_loss", "learning_rate", "seconds")
     return [
         {"step": entry["step"], **{name: entry[f"epoch/{name}"] for name in names if f"epoch/{name}" in entry}}
@@ -91,14 +80,14 @@ def epochs(entries: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def keep_until(output_dir: Path, step: int) -> None:
-    """Drop what was logged after `step`: the run goes on from there and will log it again."""
+    """Drop entries after `step`: the run resumes there and will log them again."""
     _write(output_dir, FILE, [entry for entry in read(output_dir) if entry["step"] <= step])
     if (output_dir / SAMPLES).exists():
         _write(output_dir, SAMPLES, [entry for entry in read(output_dir, SAMPLES) if entry["step"] <= step])
 
 
 def replace_samples(output_dir: Path, step: int, samples: list[dict[str, Any]]) -> None:
-    """Note what was written at this step, once: a run that was killed behind it comes here again."""
+    """Write the samples of this step in place of earlier ones: a run killed after this step repeats it when resumed."""
     _write(output_dir, SAMPLES, [entry for entry in read(output_dir, SAMPLES) if entry["step"] != step] + samples)
 
 
@@ -121,7 +110,7 @@ def sets(entries: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each place."""
+    """Mean of the last `window` values at each position."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
@@ -137,12 +126,12 @@ def draw(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
     figure, (train, evaluation, rate) = plt.subplots(1, 3, figsize=(15, 4))
     figure.subplots_adjust(
         left=0.05, right=0.985, bottom=0.13, top=0.84, wspace=0.2
-    )  # a layout engine draws it all twice
-    figure.suptitle(title, parse_math=False)  # a name with $ is no formula
+    )  # a layout engine would draw everything twice
+    figure.suptitle(title, parse_math=False)  # a $ in a name starts no formula
     steps, losses = series(entries, "train/loss")
     train.plot(steps, losses, color="tab:blue", alpha=0.3, marker="." if len(steps) < 3 else None, label="logged steps")
     train.plot(steps, smooth(losses, max(1, len(losses) // 20)), color="tab:blue", label="smoothed")
-    train.set_title("Training loss", y=1.0)  # a height that is not given takes as long to find as all else to draw
+    train.set_title("Training loss", y=1.0)  # finding an automatic height takes as long as all other drawing
     train.set_ylabel("nats per target")
     eval_steps, eval_losses = series(entries, "eval/loss")
     evaluation.plot(eval_steps, eval_losses, color="tab:orange", marker="o", markersize=4, label="held-out text")
@@ -168,7 +157,7 @@ def draw(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
     if any(value > 0 for value in rates):
         rate.set_yscale("log")
         rate.yaxis.set_major_formatter("{x:g}")
-        if max(rates) >= 100 * min(value for value in rates if value > 0):  # else only the small marks have a label
+        if max(rates) >= 100 * min(value for value in rates if value > 0):  # else only minor ticks have labels
             rate.yaxis.set_minor_formatter(NullFormatter())
     rate.set_title("Learning rate", y=1.0)
     for axes in (train, evaluation, rate):

@@ -1,26 +1,26 @@
-"""Where a run executes: the one room that knows Accelerate's launches and strategies by name.
+"""The launch and its engines: the one room that knows Accelerate's strategies by name.
 
-    config_file   what Accelerate's yaml says that Accelerate itself would ignore
-    launch        environment of the launcher -> Accelerator, or an error that says why not
-    strategy      the strategy that was asked for, the model inside what it made
-    fp8           what has to be here for products of 8 bits, and what Accelerate is to be told
-    fsdp          FSDP2 and HSDP: what Accelerate is to be told
-    deepspeed     the same for DeepSpeed, and its settings from the recipe
-    extensions    DeepSpeed's C++ extensions, built before anybody waits for them
-    engines       model and optimizer -> spread over the processes by the engine that was asked for
-    gradients     their norm, clipping, and which was no number
-    identity      what really runs, read from the live objects
-    peers         the other processes: whether they run the same, which of them died or hangs
-    pace          how long they wait for data and for each other, and which of them holds up the others
-    exposed       where computation stands still until the others have sent something
-    traffic       what a step communicates, counted
-    communication what the processes can exchange, measured
-    pieces        which part of which tensor lives on this process: checkpoints and exports of every engine
-    doctor        what this machine has, and whether a config can run on it
-    memory        what was used, whether a micro-batch fits, what to do when there is not enough
-    ending        a process group that ends cleanly
+    config_file   settings in Accelerate's yaml that Accelerate itself would silently ignore
+    launch        environment of the launcher -> Accelerator, or an error with the reason
+    strategy      the strategy that the launch asks for, and the bare model inside its wrappers
+    fp8           requirements of fp8 matmuls, and Accelerate's arguments for them
+    fsdp          FSDP2 and HSDP: arguments for Accelerate
+    deepspeed     DeepSpeed: arguments for Accelerate, and its settings from the recipe
+    extensions    DeepSpeed's C++ extensions, built ahead of their use
+    engines       model and optimizer -> distributed over the processes by the engine that the launch asks for
+    gradients     norm and clipping of the gradients, names of the non-finite ones
+    identity      strategy, engine, placement and precision, read from the live objects
+    peers         the other processes: same code and recipe, deaths, hangs
+    pace          time spent waiting for data and for other processes, stragglers
+    exposed       stalls of computation until other processes have sent something
+    traffic       count of what a step communicates
+    communication  measurements of what the processes can exchange
+    pieces        parts of each tensor on this process, for checkpoints and exports of every engine
+    doctor        description of this machine, and whether a config can run on it
+    memory        peak memory, a micro-batch that fits, remedies when there is not enough
+    ending        clean end of the process group, causes of low-level errors
 
-Everything else sees an `Accelerator` that is what the launch asked for, or an error that says why it is not.
+The other rooms see an `Accelerator` that is what the launch asked for, or an error with the reason why it is not.
 """
 
 from acc_lm.runtime.communication import (
@@ -51,7 +51,7 @@ from acc_lm.runtime.engines import (
 from acc_lm.runtime.gradients import Gradients
 from acc_lm.runtime.identity import Identity, environment, identify
 from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
-from acc_lm.runtime.memory import Memory, fit_micro_batch, is_out_of_memory, peak_memory_gb
+from acc_lm.runtime.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.pace import Pace
 from acc_lm.runtime.peers import Peers
 from acc_lm.runtime.pieces import (
@@ -98,7 +98,6 @@ __all__ = [
     "gather_tensor",
     "identify",
     "initialise_once",
-    "is_out_of_memory",
     "keep_gradients_home",
     "keep_libraries",
     "machine",

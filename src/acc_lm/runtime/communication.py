@@ -1,4 +1,4 @@
-"""What the processes can exchange: collectives of a given size, a gradient that stays at home, memory that is held, many GPUs in one process."""
+"""Measurements of communication: timed collectives, DDP that sends nothing, memory held, many GPUs in one process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from acc_lm.runtime.traffic import ring_share
 
 BUCKETED_CONFIGS = ("ddp", "deepspeed_zero2")
-"""Files in accelerate_configs/ whose engines collect gradients in buckets, of distributed.bucket_cap_mb."""
+"""Files in accelerate_configs/ whose engines collect gradients in buckets of distributed.bucket_cap_mb."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def bus_bandwidth(kind: str, num_bytes: int, num_processes: int, seconds: float) -> float:
-    """Bytes per second that a ring would have sent over its slowest link: comparable between kinds and numbers of processes."""
+    """Bytes per second over the slowest link of a ring, comparable between kinds and numbers of processes."""
     return num_bytes / seconds * ring_share(kind, num_processes)
 
 
 def time_collective(kind: str, num_bytes: int, device: torch.device, repeats: int) -> tuple[int, list[float]]:
-    """(bytes of the whole tensor, rounded to equal shares; seconds of each repeat, of its slowest process). Every process calls.
+    """Return (bytes of the full tensor, rounded to equal shares; seconds of the slowest process in each repeat).
 
-    The result is checked first: what does not add up, or is not gathered, is not timed.
+    Every process must call it. The result is checked first, and a collective with a wrong result is not timed.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     share = max(1, num_bytes // 4 // world)
@@ -53,7 +53,7 @@ def time_collective(kind: str, num_bytes: int, device: torch.device, repeats: in
             right = bool((part == total).all())
         if not right:
             raise RuntimeError(f"{kind} of {num_bytes} bytes gave a wrong result")
-        whole.zero_(), part.zero_()  # sums of sums would soon be infinite
+        whole.zero_(), part.zero_()  # repeated sums would soon be infinite
         run()
         seconds = [_seconds(run, device) for _ in range(repeats)]
     return 4 * share * world, seconds_of_slowest(seconds, device)
@@ -69,13 +69,13 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def seconds_of_slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Of each repeat, the time of the process that took longest. Every process calls."""
+    """Time of the slowest process in each repeat, in seconds. Every process must call it."""
     times = torch.tensor(seconds, device=device, dtype=torch.float32)
     if dist.is_initialized():
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -83,7 +83,7 @@ def seconds_of_slowest(seconds: list[float], device: torch.device) -> list[float
 
 
 def keep_gradients_home(model: nn.Module) -> bool:
-    """Let DDP fill its buckets and send nothing: a step without communication, for its time alone; False for other engines."""
+    """Let DDP fill its buckets but send nothing, to time a step without communication; False for other engines."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return False
 
@@ -92,13 +92,13 @@ def keep_gradients_home(model: nn.Module) -> bool:
         future.set_result(bucket.buffer())
         return future
 
-    keep.__annotations__ = {}  # torch reads types there, and these are not resolved yet
+    keep.__annotations__ = {}  # torch reads types there, and these are still strings
     model.register_comm_hook(None, keep)  # type: ignore[arg-type]
     return True
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Bytes that this process holds now: of the device, else of the machine, after all that is free was given back to it."""
+    """Bytes that this process holds now: on a GPU, else on the host after it gave back free memory; None if unknown."""
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -114,9 +114,9 @@ def memory_held(device: torch.device) -> int | None:
 
 
 class _Replicable(nn.Module):
-    """A model for DataParallel: its copies compute with their own weights, and return a loss that can be gathered.
+    """Model for DataParallel whose copies compute with their own weights and return a loss that can be gathered.
 
-    The model's forward is bound to the model, and a copy inherits that: it would compute with the first GPU's weights.
+    The model's forward is bound to the model. A copy inherits that, and would compute with the first GPU's weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,5 +130,5 @@ class _Replicable(nn.Module):
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """The model on all GPUs of this one process: `wrapped(**batch)` gives the summed loss of each. Not a way to train, to compare."""
+    """Put the model on all GPUs of this process, only to compare: `wrapped(**batch)` gives each GPU's summed loss."""
     return nn.DataParallel(_Replicable(model))

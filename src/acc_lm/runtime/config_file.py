@@ -1,7 +1,7 @@
-"""The Accelerate config file of this launch, and what Accelerate would ignore in it without a word.
+"""The Accelerate config file of this launch, and the settings in it that Accelerate would silently ignore.
 
-Accelerate refuses an unknown key at the top of the file. A nested one it copies to where nobody reads it, so a misspelt
-`fsdp_ofload_params` trains without offload. What it reads is taken from its own code here, so that it stays true.
+Accelerate refuses unknown top-level keys, but copies unknown nested keys and never reads them, so a misspelt
+`fsdp_ofload_params` trains without offload. The known keys are taken from Accelerate's own code, so they stay correct.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CONFIG_FILE_VARIABLE = "ACC_LM_CONFIG_FILE"
 OF_A_LAUNCH = re.compile(
     rf"(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC)_.*|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|{CONFIG_FILE_VARIABLE}"
 )
-"""Variables by which a launcher tells its processes what they are."""
+"""Pattern of the environment variables that a launcher sets for its processes."""
 
 
 def check_config_file(typed: Namespace | None = None) -> None:
-    """Refuse what stands in this launch's Accelerate config file and would have no effect.
+    """Refuse settings in this launch's Accelerate config file that would have no effect.
 
     Args:
-        typed: what `accelerate launch` was given; None: as found on its command line.
+        typed: arguments of `accelerate launch`; None: read them from its command line.
 
     Raises:
-        MachineError: with one line for each such key.
+        MachineError: one line for each such setting.
     """
     file = config_file()
     if file is None:
@@ -73,10 +73,10 @@ def check_config_file(typed: Namespace | None = None) -> None:
 
 
 def config_file() -> Path | None:
-    """The Accelerate config file behind this process; None under torchrun and plain Python.
+    """Path of the Accelerate config file of this process; None if there is none, as under torchrun and plain Python.
 
     Raises:
-        MachineError: one is named and is not there.
+        MachineError: the named file does not exist.
     """
     arguments = _launch_arguments()
     named = os.environ.get(CONFIG_FILE_VARIABLE) or getattr(arguments, "config_file", None)
@@ -93,7 +93,7 @@ def config_file() -> Path | None:
 
 
 def without_launch(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment to launch from: without what another launch left, but for the user's ACCELERATE_USE_CPU."""
+    """Copy of an environment without the variables of another launch, but with the user's ACCELERATE_USE_CPU."""
     return {
         name: value
         for name, value in environment.items()
@@ -102,7 +102,7 @@ def without_launch(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def asked_processes(typed: Namespace | None = None) -> int:
-    """Number of processes that `accelerate launch` was asked for, by its command line or its config; 1 if it does not say.
+    """Number of processes requested by `accelerate launch`'s command line, else by its config; 1 if neither sets it.
 
     Args:
         typed: as for `check_config_file`.
@@ -115,7 +115,7 @@ def asked_processes(typed: Namespace | None = None) -> int:
 
 
 def resolved_deepspeed_config(path: str) -> str:
-    """Where a `deepspeed_config_file` is: from the current folder, else from the Accelerate config's own; unchanged if nowhere."""
+    """Path of a `deepspeed_config_file` from the current folder, else the Accelerate config's; unchanged if missing."""
     file = config_file()
     if not Path(path).exists() and file is not None and (file.parent / path).is_file():
         return str(file.parent / path)
@@ -123,10 +123,10 @@ def resolved_deepspeed_config(path: str) -> str:
 
 
 def lost_settings() -> dict[str, str]:
-    """What was asked for, Accelerate's processes read and its launcher leaves out: the variables that they read.
+    """Environment variables for requested settings that Accelerate's processes read but its launcher does not set.
 
-    The launcher of DeepSpeed passes on neither the folders of an offload to NVMe nor anything of dynamo_config; of
-    `enable_cpu_affinity` every launcher sees the command line only.
+    The DeepSpeed launcher passes on neither the folders of an NVMe offload nor anything in dynamo_config. Every
+    launcher takes `enable_cpu_affinity` from the command line only.
     """
     file = config_file()
     config = _read(file)[0] if file else None
@@ -148,10 +148,10 @@ def lost_settings() -> dict[str, str]:
 
 
 def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
-    """What `accelerate launch --config_file FILE OPTIONS` hands to torchrun, and all that it adds to the environment.
+    """Return what `accelerate launch --config_file FILE OPTIONS` passes to torchrun and adds to the environment.
 
     Raises:
-        MachineError: Accelerate itself does not start it.
+        MachineError: Accelerate cannot start this launch.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import clear_environment
@@ -186,7 +186,7 @@ def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
 
 
 def rendezvous_backend() -> str:
-    """How the launcher brings processes together: static (every launcher's default) or c10d, from its command line or the config."""
+    """Rendezvous backend, from the launcher's command line or the config: static (every launcher's default) or c10d."""
     import psutil
 
     for process in psutil.Process().parents():
@@ -210,7 +210,7 @@ def _sections() -> list[str]:
 
 
 def _strategy_of(section: str) -> str | None:
-    """The distributed type that alone reads a section, if there is one: FSDP reads fsdp_config."""
+    """Return the only distributed type that reads a section (FSDP for fsdp_config); None if there is no such type."""
     from accelerate.utils import DistributedType
 
     name = section.removesuffix("_config").upper()
@@ -225,7 +225,7 @@ def _is_in_use(section: str, config: ClusterConfig) -> bool:
 
 @cache
 def known_keys(section: str) -> frozenset[str]:
-    """The nested keys that Accelerate does something with: its launcher's options, and what its questionnaire writes."""
+    """Nested keys that Accelerate uses: its launcher's options, and the keys that its questionnaire writes."""
     from accelerate.commands import launch
     from accelerate.commands.config import cluster
     from accelerate.utils import launch as environment
@@ -233,9 +233,9 @@ def known_keys(section: str) -> frozenset[str]:
     prefix = section.removesuffix("config")  # fsdp_, megatron_lm_, parallelism_, ...
     parser = launch.launch_command_parser()
     names = {action.dest for action in parser._actions}
-    names |= set(re.findall(r'getattr\(args, "(\w+)"', inspect.getsource(environment)))  # read, but no option
+    names |= set(re.findall(r'getattr\(args, "(\w+)"', inspect.getsource(environment)))  # read, but not an option
     options = {name for name in names if name.startswith(prefix)}
-    for group in parser._action_groups:  # DeepSpeed's options share no prefix, but a group
+    for group in parser._action_groups:  # DeepSpeed's options share a group instead of a prefix
         if re.sub(r"\W", "", group.title or "").lower().startswith(prefix.replace("_", "")):
             options |= {action.dest for action in group._group_actions}
     without_prefix: set[str] = set()
@@ -246,7 +246,7 @@ def known_keys(section: str) -> frozenset[str]:
 
 
 def _problem(section: str, key: str, values: dict[str, Any]) -> str | None:
-    """What is wrong with a nested key, if anything, without the section before it."""
+    """Describe what is wrong with a nested key, without its section's name in front; None if nothing is."""
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
     known = known_keys(section)
@@ -271,7 +271,7 @@ def _problem(section: str, key: str, values: dict[str, Any]) -> str | None:
 
 
 def _uneven_machines(config: ClusterConfig, place: str, typed: Namespace | None) -> list[str]:
-    """Accelerate rounds the processes of each machine down, and starts fewer than asked for."""
+    """Report a process count that is no multiple of the number of machines: Accelerate would round it down."""
     machines = getattr(typed, "num_machines", None) or config.num_machines
     processes = getattr(typed, "num_processes", None) or getattr(config, "num_processes", machines)
     is_known = processes > 0  # -1 where the file leaves it to the command line
@@ -293,7 +293,7 @@ def _top_keys() -> set[str]:
 
 
 def _read(file: Path) -> tuple[ClusterConfig, list[tuple[str, int]]]:
-    """The file as Accelerate itself reads it, and the line of every dotted key."""
+    """Return the file as Accelerate itself reads it, and the line number of every dotted key."""
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -312,10 +312,10 @@ def _read(file: Path) -> tuple[ClusterConfig, list[tuple[str, int]]]:
 
 
 def read_config(file: Path) -> ClusterConfig:
-    """An Accelerate config, as Accelerate reads it.
+    """Read an Accelerate config as Accelerate itself does.
 
     Raises:
-        MachineError: it is none.
+        MachineError: the file is not an Accelerate config.
     """
     return _read(file)[0]
 
@@ -328,7 +328,7 @@ def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _launch_arguments() -> Namespace | None:
-    """What was typed after `accelerate launch`, if that is what started this process."""
+    """Arguments of the `accelerate launch` that started this process; None if it was started in another way."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by every launch, whatever the strategy
         return None
     import psutil
@@ -346,7 +346,7 @@ def _launch_arguments() -> Namespace | None:
 
 
 def _after_launch(words: list[str]) -> list[str] | None:
-    """The arguments of a launch from a command line, in any of the ways to type one; None for another command."""
+    """Return the arguments after `accelerate launch`, however it is spelled; None for another command."""
     for position, word in enumerate(words):
         name = word.removesuffix(".py").replace(".", "/")
         if name.endswith("accelerate-launch") or name.endswith("accelerate/commands/launch"):

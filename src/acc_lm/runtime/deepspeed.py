@@ -1,4 +1,4 @@
-"""DeepSpeed: its settings from the Accelerate config, completed with everything that the recipe owns."""
+"""DeepSpeed: its settings from the Accelerate config, completed with all settings that the recipe owns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 def deepspeed_config() -> dict[str, Any]:
-    """The DeepSpeed config that the launch asks for, from its file or from the variables of the launcher.
+    """Read the DeepSpeed config that the launch asks for, from its file or from the launcher's variables.
 
     Raises:
         MachineError: the file cannot be read, or does not configure ZeRO.
@@ -51,17 +51,17 @@ def deepspeed_config() -> dict[str, Any]:
                 raise MachineError(
                     f"{file}: {section}{key} must be a mapping, got {json.dumps(settings[key])}; write its keys below it"
                 )
-    os.environ[FILE] = file  # Accelerate looks from the current folder only
+    os.environ[FILE] = file  # Accelerate resolves it from the current folder only
     return config
 
 
 def _is_by_hand() -> bool:
-    """Whether the launch names a DeepSpeed config file of its own."""
+    """Return whether the launch names a DeepSpeed config file of its own."""
     return os.environ.get(FILE, "none") != "none"
 
 
 def offload_device(what: str) -> str:
-    """none, cpu or nvme: where the launch asks to keep the `optimizer` or the `param`eters."""
+    """Device on which the launch asks to keep `what` (`optimizer` or `param`): none, cpu or nvme."""
     section = deepspeed_config()["zero_optimization"].get(f"offload_{what}") or {}
     return str(section.get("device") or "none")
 
@@ -69,10 +69,10 @@ def offload_device(what: str) -> str:
 def deepspeed_plugin(
     config: Config, micro_batch_size: int, accumulation: int, precision: str, has_accelerator: bool
 ) -> DeepSpeedPlugin:
-    """Accelerate's plugin, with everything that the recipe owns handed over from the recipe.
+    """Build Accelerate's plugin, with all settings that the recipe owns taken from the recipe.
 
     Raises:
-        MachineError: a hand-written DeepSpeed config says something else than the recipe.
+        MachineError: DeepSpeed is not installed, or a hand-written config of it contradicts the recipe.
     """
     owned: dict[str, Any] = {
         "train_batch_size": config.training.global_batch_size,
@@ -88,23 +88,23 @@ def deepspeed_plugin(
     bytes_per_gradient = 4
     zero.setdefault("reduce_bucket_size", int(config.distributed.bucket_cap_mb * 2**20) // bytes_per_gradient)
     if not has_accelerator:
-        # Small tensors would stay whole, which in a small rehearsal is all of them.
+        # Small tensors would stay unsharded, which in a small rehearsal is all of them.
         zero.setdefault("stage3_param_persistence_threshold", 0)
     if precision != "no":
-        # As under the other engines: 16 bits compute, 32 bits sum and are summed over the processes.
+        # As under the other engines: compute in 16 bits, accumulate and reduce gradients in 32 bits.
         settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         settings.setdefault("communication_data_type", "fp32")
     return plugin
 
 
 def asked_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
-    """Accelerate's plugin, as the launch asks for it.
+    """Build Accelerate's plugin, as the launch asks for it.
 
     Args:
-        owned: what a recipe says, by DeepSpeed's names.
+        owned: settings of a recipe, by DeepSpeed's names.
 
     Raises:
-        MachineError: there is no DeepSpeed, or a hand-written config of it says something else.
+        MachineError: DeepSpeed is not installed, or a hand-written config of it contradicts these settings.
     """
     from accelerate.utils import DeepSpeedPlugin
 
@@ -114,12 +114,12 @@ def asked_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
         )
     if _is_by_hand():
         _refuse_contradictions(deepspeed_config(), owned, precision)
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and spread from there
+    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # weights are drawn once and distributed from there
     return DeepSpeedPlugin(zero3_init_flag=False)
 
 
 def build_models_whole(accelerator: Accelerator) -> None:
-    """Let go of the global state by which transformers would draw each weight in shards, from another random sequence."""
+    """Unset the global state that makes transformers draw each weight in shards, from another random sequence."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -160,7 +160,7 @@ def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], prec
 
 
 def overruled_settings(config: Config, accumulation: int) -> list[str]:
-    """What the launch says and the recipe overrules, one line each."""
+    """List the settings of the launch that the recipe overrules, one line each."""
     if _is_by_hand():
         return []
     asked = {
@@ -179,7 +179,7 @@ def overruled_settings(config: Config, accumulation: int) -> list[str]:
 
 
 def partition(accelerator: Accelerator, model: nn.Module) -> None:
-    """Cut each parameter into this process's share, one after the other, from the main process's values."""
+    """Replace each parameter, one after the other, by this process's share of the main process's values."""
     import deepspeed
 
     settings = accelerator.deepspeed_plugin.deepspeed_config

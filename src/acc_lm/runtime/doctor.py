@@ -1,4 +1,4 @@
-"""What this machine is and has, and whether an Accelerate config can run on it: `acc-lm doctor`."""
+"""`acc-lm doctor`: describe this machine, and check whether an Accelerate config can run on it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 LEAST_VOCABULARY = 257
-"""Ids of a tokenizer of bytes; one of characters has more, as many as the text."""
+"""Vocabulary size of a byte tokenizer; a character tokenizer has one more id for each character of the text."""
 
 
 def machine() -> dict[str, Any]:
-    """Versions, devices with their memory in GB, what connects processes, what DeepSpeed would build with."""
+    """Describe versions, devices with their memory in GB, process-group backends, and DeepSpeed's build tools."""
     return {
         "python": platform.python_version(),
         "libraries": library_versions(),
@@ -74,14 +74,14 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _precision() -> str:
-    """What to train in here: bf16 where the hardware has it, from compute capability 8.0 on; fp16 before that."""
+    """Recommended precision: bf16 where the hardware has it (compute capability 8.0 or later), fp16 on older GPUs."""
     if not torch.cuda.is_available():
         return "no, or bf16 (slow on most CPUs)"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
-    """Why train.py would not train this recipe on this config, whatever the machine has; None: it would."""
+    """Reason why a launch of this config refuses this recipe, by the checks of `read_launch`; None if it does not."""
     with _launched(file, ["--num_processes", str(num_processes)]) as typed:
         try:
             read_launch(recipe, typed)
@@ -91,16 +91,16 @@ def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
 
 
 def check_config(file: Path, num_processes: int | None, recipe: Config | None = None) -> list[str]:
-    """Notes on a launch of this config on this machine: what train.py refuses before it reads text is refused here, by the same calls.
+    """Check a launch of this config here by the calls that train.py makes before it reads text, and return notes.
 
     Args:
-        num_processes: in all, over all machines; None: what the file says.
-        recipe: to be trained there; None: one that agrees with whatever the config says.
+        num_processes: total over all machines; None: the number in the file.
+        recipe: the recipe to train; None: assume one that agrees with the config.
 
     Raises:
-        MachineError: it cannot run here.
-        ConfigError: the recipe cannot be trained, or not by so many processes.
-        DataError: a file of the recipe is not there.
+        MachineError: the config cannot run here.
+        ConfigError: the recipe cannot be trained, or not by this number of processes.
+        DataError: a file of the recipe does not exist.
     """
     options = [] if num_processes is None else ["--num_processes", str(num_processes)]
     with _launched(file, options) as typed:
@@ -121,22 +121,23 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
 
 
 def check_run(config: Config) -> PreTrainedTokenizerBase | None:
-    """All that can be refused of a recipe under this launch before text is read and weights are made.
+    """Check everything in a recipe under this launch that can be checked before text is read and weights are created.
 
-    The model runs on the meta device. A vocabulary that is still to be made from the text counts with the size that the
+    The model runs on the meta device. A vocabulary that is yet to be built from the text counts with the size that the
     recipe asks for.
 
     Returns:
-        The tokenizer, if there is one already.
+        The tokenizer, if it exists already.
 
     Raises:
-        ConfigError: no such model or tokenizer, or they cannot be trained as the recipe says.
+        ConfigError: the model or tokenizer does not exist, or cannot be trained as the recipe says.
         MachineError: the engine of this launch cannot train this model.
-        DataError: a file is not there.
+        DataError: a file does not exist.
     """
     from acc_lm.data import check_files
-    from acc_lm.model import DTYPES, check_model
-    from acc_lm.tokenizer import load_tokenizer
+    from acc_lm.modeling.build import DTYPES
+    from acc_lm.modeling.checks import check_model
+    from acc_lm.text.tokenizer import load_tokenizer
 
     strategy, distributed = asked_strategy(), config.distributed
     tokenizer = load_tokenizer(config.tokenizer, config.model)
@@ -158,7 +159,7 @@ def check_run(config: Config) -> PreTrainedTokenizerBase | None:
 
 @contextmanager
 def _launched(file: Path, options: list[str]) -> Iterator[Namespace]:
-    """In here the environment is that of the first process which `accelerate launch` would start; yields what it is given."""
+    """Set the environment of the first process that `accelerate launch` would start; yields the launch's arguments."""
     before = dict(os.environ)
     os.environ[CONFIG_FILE_VARIABLE] = str(file)
     try:

@@ -1,4 +1,4 @@
-"""How a run ends: a process group that no process leaves too early, and what an error beneath the code stands for."""
+"""End of a run: a process group that no process leaves too early, and the causes of low-level errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import gc
 from typing import TYPE_CHECKING
 
 from acc_lm.config import Config
-from acc_lm.errors import DataError, MachineError, StorageError, UserError, storage_reason, unreadable_file
-from acc_lm.runtime.memory import is_out_of_memory, out_of_memory
+from acc_lm.errors import (
+    DataError,
+    MachineError,
+    StorageError,
+    UserError,
+    is_out_of_memory,
+    storage_reason,
+    unreadable_file,
+)
+from acc_lm.runtime.memory import out_of_memory
 from acc_lm.runtime.peers import Peers
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ def close(accelerator: Accelerator) -> None:
 
 
 def forget(accelerator: Accelerator) -> None:
-    """Let this process build another Accelerator; the process group stays. Every process calls."""
+    """Let this process build another Accelerator; the process group stays. Every process must call it."""
     from accelerate.state import AcceleratorState, GradientState
 
     accelerator.wait_for_everyone()
@@ -34,7 +42,7 @@ def forget(accelerator: Accelerator) -> None:
 
 
 def explain(error: Exception, config: Config | None) -> UserError | None:
-    """Known cause of an error beneath the code: a file, a disk, memory, or another process of the run; else None."""
+    """Known cause of a low-level error: a file, a disk, memory, or another process of the run; else None."""
     if unreadable := unreadable_file(error):
         return DataError(f"{unreadable} must be readable, got: {error}; change its permissions")
     if storage := storage_reason(error):
@@ -43,7 +51,7 @@ def explain(error: Exception, config: Config | None) -> UserError | None:
         return None
     if is_out_of_memory(error):
         return out_of_memory(error, config)
-    if "connectFullMesh" in str(error):  # gloo tells the others the address of its machine's name, unless told better
+    if "connectFullMesh" in str(error):  # by default gloo announces the address of the machine's host name
         return MachineError(
             f"the processes must reach each other over gloo, got: {' '.join(str(error).split())}; set GLOO_SOCKET_IFNAME on every machine "
             "to the network interface that connects them (ip addr), on machines with GPUs too"
@@ -52,6 +60,6 @@ def explain(error: Exception, config: Config | None) -> UserError | None:
 
 
 def stop_watching() -> None:
-    """This process is about to end: other processes that end before it are not lost."""
+    """Stop watching because this process is about to end: processes that end before it are not lost."""
     if Peers.current is not None:
         Peers.current.stop()

@@ -1,4 +1,4 @@
-"""Model and optimizer, spread over the processes by the engine that the launch asked for."""
+"""Distribution of model and optimizer over the processes by the engine that the launch asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.errors import DivergedError, MachineError, Preempted, UserError
-from acc_lm.rows import Batch
+from acc_lm.rows.batch import Batch
 from acc_lm.runtime.deepspeed import partition
 from acc_lm.runtime.fp8 import check_layers
 from acc_lm.runtime.fsdp import block_classes
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PATIENCE = timedelta(days=1)
-"""For work of the main process that takes as long as a model is large; a process that dies is noticed at once all the same."""
+"""Timeout for work of the main process that takes longer for larger models; a dead process is still noticed at once."""
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = None, *, takes_long: bool = False) -> T:
-    """What the main process gets from `function`, or the user's error or stop that it raises there, on every process.
+    """Run `function` on the main process; on every process return its result, or raise its user error or stop.
 
     Args:
-        group: all processes, in a group of their own; None: the one that training uses.
-        takes_long: reads or writes a whole model, for which the others wait longer than `distributed.timeout_seconds`.
+        group: a separate group of all processes; None: the one that training uses.
+        takes_long: `function` reads or writes a whole model, so the others wait beyond `distributed.timeout_seconds`.
     """
     answer: list[Any] = [None, None]
     if takes_long and accelerator.num_processes > 1:
@@ -55,12 +55,12 @@ def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = No
 
 @cache
 def _patient_group(world: Any) -> Any:
-    """All processes of `world`, on the CPU, which wait for each other as long as `PATIENCE`. Every process calls."""
+    """Create a group of all processes of `world`, on the CPU, with timeout `PATIENCE`. Every process must call it."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def gather_objects(accelerator: Accelerator, mine: T, group: Any = None) -> list[T]:
-    """What every process has, in their order, on all of them; `group` as for `on_main`."""
+    """Return the objects `mine` of all processes, by rank, on every process; `group` is as for `on_main`."""
     if accelerator.num_processes == 1:
         return [mine]
     everyone: list[Any] = [None] * accelerator.num_processes
@@ -69,14 +69,14 @@ def gather_objects(accelerator: Accelerator, mine: T, group: Any = None) -> list
 
 
 def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter as if it were on one process; a tied one once."""
+    """Unsharded shape of every parameter, by name; a tied parameter appears once."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in bare_model(model).named_parameters()}
 
 
 def keep_libraries() -> None:
-    """What exists by now stays, and the garbage collector does not look at it any more.
+    """Exempt everything loaded so far from garbage collection (gc.freeze).
 
-    The libraries make hundreds of thousands of objects. To look at them again and again while they are loaded, and at
+    The libraries create hundreds of thousands of objects. Scanning them again and again while they are loaded, and at
     each full collection afterwards, takes a third of the time from the start of a process to its first step.
     """
     _load_schedules()
@@ -85,9 +85,9 @@ def keep_libraries() -> None:
 
 
 def _load_schedules() -> None:
-    """transformers' schedules without what comes with them: the base of its Trainer, which loads peft, and peft bitsandbytes.
+    """Import transformers' schedules without peft and bitsandbytes, which the base module of its Trainer loads.
 
-    That is a quarter of the time to the first step. Whoever imports that base afterwards gets all of it.
+    Loading them takes a quarter of the time to the first step. A later import of that base module loads all of it.
     """
     import transformers.utils
 
@@ -108,10 +108,10 @@ def initialise_once(
     build: Callable[[], tuple[nn.Module, T]],
     build_empty: Callable[[T], nn.Module],
 ) -> tuple[nn.Module, T]:
-    """The model before `prepare`, and what is known about it.
+    """Build the model for `prepare`, and return it with the facts about it.
 
-    An engine that shards parameters gets its weights from the main process: the others build the same model around
-    memory that is reserved and never touched, so no process but one ever holds the whole of a large model.
+    An engine that shards parameters gets its weights from the main process. The other processes build the same model
+    over memory that is reserved and never touched, so only one process ever holds all of a large model.
     """
     if asked_strategy() not in ("fsdp2", "hsdp", "deepspeed_zero3"):
         return build()
@@ -129,12 +129,12 @@ def initialise_once(
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, so that every engine starts from the main process's weights in full precision."""
+    """Call `accelerator.prepare` so that every engine starts from the main process's weights in full precision."""
     strategy = asked_strategy()
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):
             plugin = vars(accelerator.state).get("fsdp_plugin")
-            if plugin is not None:  # else Accelerate fell back to something else; `identify` will say so
+            if plugin is not None:  # else Accelerate fell back to another strategy; `identify` reports it
                 plugin.transformer_cls_names_to_wrap = block_classes(model)
         if accelerator.mixed_precision == "fp8":
             check_layers(model)
@@ -145,11 +145,11 @@ def prepare(
             size = sum(p.numel() * p.element_size() for p in prepared[0].parameters() if p.requires_grad)
             refuse_buckets_that_mix(ddp.comm_hook.value, ddp.bucket_cap_mb, size, accelerator.device.type == "cpu")
         return prepared[0], prepared[1]
-    # DeepSpeed makes its fp32 master weights from 16-bit ones; they are replaced by what they should have been.
+    # DeepSpeed builds its fp32 master weights from 16-bit ones; they are replaced by the original values.
     originals: dict[str, Tensor] = {}
     if accelerator.mixed_precision in COMPUTE:
         for name, parameter in model.named_parameters():
-            # Elsewhere than on the main process only the shape and type matter.
+            # On all but the main process only the shape and dtype matter.
             originals[name] = parameter.detach().to("cpu" if accelerator.is_main_process else "meta")
             parameter.data = parameter.data.to(COMPUTE[accelerator.mixed_precision])
     if strategy == "deepspeed_zero3":
@@ -163,17 +163,20 @@ def prepare(
 
 
 def refuse_buckets_that_mix(comm_hook: str, bucket_cap_mb: float, size: int, on_cpu: bool) -> None:
-    """On gloo PowerSGD sends from several threads: with more than one bucket the processes do it in different orders, and die or hang.
+    """Refuse PowerSGD on gloo with more than one bucket.
+
+    It sends from several threads there: with more than one bucket the processes send in different orders, and die or
+    hang.
 
     Args:
-        size: of all gradients, in bytes.
+        size: size of all gradients, in bytes.
 
     Raises:
-        MachineError: they do not fit into one bucket.
+        MachineError: the gradients do not fit into one bucket.
     """
     if not on_cpu or "power_sgd" not in comm_hook:
         return
-    # By torch's own default of 25 MiB the first bucket is a small one.
+    # With torch's default of 25 MiB the first bucket is smaller than the others.
     cap = dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb == 25 else bucket_cap_mb * 2**20  # type: ignore[attr-defined]
     if size >= cap:
         enough = size // 2**20 + 1
@@ -185,10 +188,10 @@ def refuse_buckets_that_mix(comm_hook: str, bucket_cap_mb: float, size: int, on_
 
 
 def release_gathered(model: nn.Module) -> None:
-    """After forward passes that no backward follows: give up the weights that were gathered for them.
+    """Release the weights that were gathered for forward passes without a backward.
 
-    FSDP2 keeps its last units whole for the backward that usually comes; until then the model's parameters are not the
-    ones that the optimizer updates.
+    FSDP2 keeps its last units gathered for the backward that usually follows; until then the model's parameters are not
+    the ones that the optimizer updates.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -198,10 +201,12 @@ def release_gathered(model: nn.Module) -> None:
 
 
 def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> None:
-    """Compare checksums of what several processes hold in copy. Every process calls; reads all weights.
+    """Compare checksums of the weights that several processes hold as copies.
+
+    Every process must call it; it reads all weights.
 
     Raises:
-        DivergedError: the copies differ, which no correct run does: memory, driver or network.
+        DivergedError: the copies differ, which happens in no correct run: suspect memory, driver or network.
     """
     import xxhash
 
@@ -213,7 +218,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
             coordinate = parameter.device_mesh.get_coordinate() or [0]
             place, tensor = f"shard {coordinate[-1]}", tensor.to_local()
         elif hasattr(parameter, "ds_tensor") and not getattr(parameter, "ds_persist", False):
-            continue  # every process has another part
+            continue  # every process has a different part
         values = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         mine[f"{place}/{name}"] = xxhash.xxh3_128(values.numpy()).hexdigest()
     first: dict[str, tuple[int, str]] = {}
@@ -228,14 +233,14 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
 
 
 def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
-    """Before the first step: what exists by now is out of the garbage collector's sight, and DDP's buckets are in order.
+    """Prepare for the first step: exempt all existing objects from garbage collection, and settle DDP's buckets.
 
-    A full collection looks at all that libraries and model have made, in the middle of a step, half a second long. And
-    DDP regroups its buckets after the first backward: without a throw-away one, the first step after a resume would add
-    in another order than the same step of an uninterrupted run, and the run would not be bit-identical any more.
+    A full collection in the middle of a step would scan all objects of libraries and model, for half a second. DDP
+    regroups its buckets after the first backward: without a throw-away one, the first step after a resume would sum in
+    another order than the same step of an uninterrupted run, and the run would no longer be bit-identical.
 
     Args:
-        batch: as large as a micro-batch, so that a model that is compiled is compiled once, for that size.
+        batch: as large as a micro-batch, so that a compiled model is compiled once, for that size.
     """
     gc.collect()
     gc.freeze()

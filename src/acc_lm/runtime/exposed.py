@@ -1,4 +1,4 @@
-"""Communication that nothing hides: where computation stands still until the other processes have sent something."""
+"""Exposed communication: stalls of computation until other processes have sent something."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from acc_lm.runtime.strategy import asked_strategy
 
 Standing = Callable[[], AbstractContextManager[None]]
-"""Entered for as long as computation stands still; on a GPU, when what is asked of its stream does."""
+"""Context that is entered while computation stalls; on a GPU, while the wait is queued on its stream."""
 
 
 @contextmanager
 def watched(standing: Standing, on_gpu: bool) -> Iterator[None]:
-    """Sees all that Python waits for, in the engines and in what this project sends itself.
+    """Enter `standing` for every wait for communication in Python, in the engines and in this project's own code.
 
-    A CPU stands in `Work.wait`. So does a GPU's stream if that is called on it; engines with streams of their own for what
-    they send let the one that computes wait for an event. What DDP waits for in C++ is `watch_backward`'s.
+    A CPU waits in `Work.wait`, and so does a GPU's stream if that is called on it. Engines that communicate on streams of
+    their own make the compute stream wait for an event. The waits of DDP in C++ are seen by `watch_backward`.
     """
     work_wait, stream_wait = dist.Work.wait, torch.cuda.Stream.wait_event
     compute = torch.cuda.current_stream() if on_gpu else None
@@ -42,10 +42,10 @@ def watched(standing: Standing, on_gpu: bool) -> Iterator[None]:
 
 
 def watch_backward(model: nn.Module, standing: Standing) -> None:
-    """Sees what DDP waits for: it asks autograd to call it when all gradients are there, and waits for its buckets then.
+    """Enter `standing` while DDP waits for its buckets, in an autograd callback that runs when all gradients exist.
 
-    Autograd calls in the order in which it was asked: at the beginning of the backward for the first of ours, in it for DDP's,
-    and by our first for our second.
+    Autograd runs callbacks in the order in which they were queued: our first at the beginning of the backward, DDP's
+    during the backward, and our second by our first. So our two callbacks enclose DDP's.
     """
     if asked_strategy() != "ddp":
         return

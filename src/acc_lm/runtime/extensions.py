@@ -1,8 +1,8 @@
-"""DeepSpeed's C++ extensions, built before anything waits for them, where no other job waits on them.
+"""DeepSpeed's C++ extensions, built ahead of their use in a folder that cannot block other jobs.
 
-DeepSpeed builds on first use into one folder that all jobs of a user share. A build that was killed leaves its lock there,
-and every later start waits on it for ever without a word. Here each machine and version has a folder of its own, a
-build is made aside and renamed when it is whole, and a lock that nobody holds any more is removed and named.
+DeepSpeed builds on first use into one folder that all jobs of a user share. A killed build leaves its lock there, and
+every later start silently waits on it forever. Here each machine and version has a folder of its own, a build goes to a
+temporary folder that is renamed when it is complete, and a lock that no process holds is removed and reported.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COMPILERS = ("g++", "c++", "clang++")
 
 
 def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) -> None:
-    """Build what this launch will load; the first process of a machine builds, its others wait for it.
+    """Build the extensions that this launch will load: the first process of a machine builds, the others wait for it.
 
     Raises:
-        MachineError: no compiler, no libaio, a build that failed, or a lock that nobody holds in the user's own folder.
+        MachineError: no compiler, no libaio, a failed build, or a lock that no process holds in the user's own folder.
     """
-    bin_folder = str(Path(sys.executable).parent)  # ninja is there, also when the environment is not activated
+    bin_folder = str(Path(sys.executable).parent)  # ninja is there, even if the environment is not activated
     if bin_folder not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
     names = _names(needs_cpu_adam, needs_nvme, on_cpu)
@@ -55,13 +55,13 @@ def build_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) ->
             try:
                 _build(name, root, done)
             except MachineError as error:
-                failed.write_text(str(error))  # for the others, who wait
+                failed.write_text(str(error))  # for the waiting processes
                 raise
         _wait_for(done, failed, started)
 
 
 def check_extensions(*, needs_cpu_adam: bool, needs_nvme: bool, on_cpu: bool) -> None:
-    """Refuse what `build_extensions` could not build here.
+    """Refuse extensions that `build_extensions` could not build here.
 
     Raises:
         MachineError: no compiler, or no libaio.
@@ -92,9 +92,10 @@ def _refuse_missing_compiler(name: str) -> None:
 
 
 def extensions_folder() -> Path:
-    """By machine too: the code is compiled for this processor, and a home folder may be shared by different ones.
+    """Folder of the built extensions, separate for each machine, version and installation.
 
-    And by installation: the sources' paths stand in the build files, and from another place all would be built again.
+    The code is compiled for the machine's processor, and machines with different processors may share a home folder. The
+    build files contain the paths of the installation's sources, so another installation would build everything again.
     """
     versions = (
         f"py{sys.version_info.major}{sys.version_info.minor}-torch{version('torch')}-deepspeed{version('deepspeed')}"
@@ -106,7 +107,7 @@ def extensions_folder() -> Path:
 def _look_at_lock(lock: Path, is_ours: bool) -> None:
     if _is_held(lock):
         return
-    time.sleep(1.0)  # it may just have been let go of
+    time.sleep(1.0)  # it may just have been released
     if not lock.exists() or _is_held(lock):
         return
     if not is_ours:
@@ -119,14 +120,14 @@ def _look_at_lock(lock: Path, is_ours: bool) -> None:
 
 
 def _is_held(lock: Path) -> bool:
-    """True when a process has the lock open: torch keeps it so while it builds."""
+    """Return whether a process has the lock open, as torch does while it builds."""
     target = str(lock.resolve())
     for process in psutil.process_iter():
         try:
             if any(file.path == target for file in process.open_files()):
                 return True
         except psutil.Error:
-            continue  # it ended, or is another user's
+            continue  # the process ended, or is another user's
     return False
 
 
@@ -134,7 +135,7 @@ def _build(name: str, root: Path, done: Path) -> None:
     _refuse_missing_compiler(name)
     root.mkdir(parents=True, exist_ok=True)
     aside = root / f"tmp-{os.getpid()}"
-    for left in root.glob("tmp-*"):  # by builds that were killed
+    for left in root.glob("tmp-*"):  # left by killed builds
         if not psutil.pid_exists(int(left.name.removeprefix("tmp-"))):
             shutil.rmtree(left, ignore_errors=True)
     print(

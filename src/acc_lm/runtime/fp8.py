@@ -1,4 +1,4 @@
-"""fp8: matrix products of 8 bits by torchao, through Accelerate; weights, sums and everything else stay as under bf16."""
+"""fp8: 8-bit matrix products by torchao, through Accelerate; weights, sums and everything else stay as under bf16."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from accelerate.utils import AORecipeKwargs
 
 CAPABILITY = (8, 9)
-"""Least compute capability: Ada Lovelace, Hopper and later."""
+"""Minimum compute capability: Ada Lovelace, Hopper and later."""
 MULTIPLE = 16
-"""Of the sizes of a layer whose products can have 8 bits."""
+"""Divisor of the sizes of a layer whose products can run in 8 bits."""
 
 
 def check_machine(key: str, strategy: str) -> None:
-    """Whether there is what fp8 needs; Accelerate would use fp16 instead, with a warning.
+    """Check the requirements of fp8; without them Accelerate would use fp16 instead, with a warning.
 
     Raises:
-        MachineError: no torchao, a GPU without fp8, or an engine that cannot do it.
+        MachineError: torchao is not installed, or the GPU or the engine does not support fp8.
     """
     if strategy.startswith("deepspeed"):
         raise MachineError(
@@ -44,10 +44,10 @@ def check_machine(key: str, strategy: str) -> None:
 
 
 def check_recipe(config: Config) -> None:
-    """Whether 8 bits go together with what else the recipe says.
+    """Check that the rest of the recipe is compatible with fp8.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it is not.
     """
     if config.adapter.kind != "none":
         raise ConfigError(
@@ -61,12 +61,12 @@ def check_recipe(config: Config) -> None:
 
 
 def check_rows(config: Config, micro_batch_size: int) -> None:
-    """Whether the gradients of the weights, products over all positions of a micro-batch, can have 8 bits.
+    """Check that the weight gradients, products over all positions of a micro-batch, can be computed in 8 bits.
 
     Raises:
-        ConfigError: the number of positions is no multiple of what the hardware multiplies.
+        ConfigError: the number of positions is not a multiple of `MULTIPLE`, as the hardware requires.
     """
-    rows = 1 if config.training.find_micro_batch_size else micro_batch_size  # the search may end there
+    rows = 1 if config.training.find_micro_batch_size else micro_batch_size  # the search may end at 1
     length = config.data.sequence_length
     if rows * length % MULTIPLE:
         raise ConfigError(
@@ -76,9 +76,9 @@ def check_rows(config: Config, micro_batch_size: int) -> None:
 
 
 def recipe_kwargs(config: Config) -> AORecipeKwargs:
-    """What Accelerate is to be told.
+    """Arguments for Accelerate.
 
-    The weights stay ordinary tensors under FSDP2 too, gathered in bf16: only so can any engine read what was saved.
+    The weights stay ordinary tensors under FSDP2 too, gathered in bf16, so that any engine can read what was saved.
     """
     from accelerate.utils import AORecipeKwargs
     from torchao.float8 import Float8LinearConfig
@@ -87,10 +87,12 @@ def recipe_kwargs(config: Config) -> AORecipeKwargs:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Before it is prepared: does it have layers whose products can have 8 bits? Accelerate leaves out the first and the last.
+    """Check, before the model is prepared, that it has layers whose products can run in 8 bits.
+
+    Accelerate leaves out the first and the last linear layer.
 
     Raises:
-        ConfigError: it has none, so that fp8 would be a word only.
+        ConfigError: the model has no such layer, so fp8 would have no effect.
     """
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)][1:-1]
     if not any(m.in_features % MULTIPLE == m.out_features % MULTIPLE == 0 for m in linear):

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP: what Accelerate is to be told, on GPUs and on CPU processes."""
+"""FSDP2 and HSDP: arguments for Accelerate, on GPUs and on CPU processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParallelPlugin:
-    """Accelerate's plugin: units of one block, 16-bit compute under fp32 reduction and loss.
+    """Build Accelerate's plugin: one unit per block; under mixed precision 16-bit compute with fp32 reduction and loss.
 
     Raises:
-        MachineError: the Accelerate config decides something that is the recipe's.
+        MachineError: the Accelerate config sets something that FSDP2 cannot do or that belongs to the recipe.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     if not os.environ.get("FSDP_AUTO_WRAP_POLICY") or os.environ["FSDP_AUTO_WRAP_POLICY"].upper() == "NO_WRAP":
-        os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"  # else everything is one unit, gathered at once
+        os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"  # else the model is one unit, gathered at once
     if os.environ["FSDP_AUTO_WRAP_POLICY"].upper() == "SIZE_BASED_WRAP":
         raise MachineError(
             "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP, which also wraps lists of blocks, "
@@ -50,15 +50,15 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
             param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
         )
     if not has_accelerator:
-        plugin.cpu_offload = OffloadPolicy()  # the parameters are on the CPU as it is; torch would look for a GPU
+        plugin.cpu_offload = OffloadPolicy()  # the parameters are on the CPU already; torch would look for a GPU
     return plugin
 
 
 def mesh(num_processes: int) -> ParallelismConfig | None:
-    """The processes in rows of replicas and columns of shards, where the launch asks for such a grid.
+    """Grid of the processes, replicas x shards; None if the launch does not ask for one.
 
     Raises:
-        MachineError: the grid has another size than the launch.
+        MachineError: the grid does not have the launch's number of processes, or shards nothing.
     """
     if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
@@ -82,8 +82,8 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
 def shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]) -> None:
     """Make Accelerate keep the request for FSDP on CPU processes.
 
-    It switches to FSDP for accelerators only and would train with DDP without a word. FSDP2 itself runs on gloo, so the
-    shared state is switched right after it exists, as Accelerate does for a GPU.
+    Accelerate switches to FSDP on accelerators only, and would silently train with DDP. FSDP2 itself runs on gloo, so
+    the shared state is switched right after it is created, as Accelerate does for a GPU.
     """
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, TorchDynamoPlugin
@@ -97,10 +97,10 @@ def shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]
 
 
 def block_classes(model: nn.Module) -> list[str]:
-    """The classes whose modules are gathered at once: those that the Accelerate config names, else the model's own.
+    """Names of the classes whose modules are gathered as one unit: the Accelerate config's, else the model's own.
 
     Raises:
-        MachineError: the config names one that the model does not have.
+        MachineError: the config names a class that the model does not have.
     """
     there = {type(module).__name__ for module in model.modules()}
     # Some models list classes that only their other variants have.

@@ -1,4 +1,4 @@
-"""Gradients of a prepared model: exact norm, clipping, and the name of the first that is no number."""
+"""Gradients of a prepared model: exact norm, clipping, and the names of the non-finite ones."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
 
 PART_ELEMENTS = 4096
 HEEDS_FOUND_INF = ("cpu", "cuda")
-"""Devices on which torch's fused optimizer leaves a step out when told; others, MPS for one, wait for the norm."""
+"""Device types on which torch's fused optimizer skips a step if `found_inf` is set; others (MPS) wait for the norm."""
 
 
 class Gradients:
-    """The gradients of a prepared model: their norm, clipping, and the steps in which one of them was not finite.
+    """Gradients of a prepared model: their norm, clipping, and the steps in which one of them was non-finite.
 
-    Such a step updates nothing, on any process: DeepSpeed leaves it out by itself, torch's fused optimizer does when told.
-    Nothing here waits for the device. The norm is exact to rounding on every engine, which torch's own is not on a CPU:
-    it adds a tensor's squares one by one in float32 and is off by 1e-5 for a million elements, 4e-4 for ten million.
+    Such a step updates nothing on any process: DeepSpeed skips it by itself, torch's fused optimizer if `found_inf` is
+    set. Clipping gradients on a GPU does not wait for it. The norm is exact to rounding on every engine. torch's own norm is not
+    exact on a CPU: it adds a tensor's squares one by one in float32, and is off by 1e-5 for a million elements and by
+    4e-4 for ten million.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator = accelerator
         self._named = [(name, p) for name, p in bare_model(model).named_parameters() if p.requires_grad]
         self._unread: list[Tensor] = []
-        """For each step since the last reading: which of the parameters had a gradient that was not finite, bool [P]."""
-        self._gradient_device = self._named[0][1].device  # the CPU where parameters are offloaded
+        """One tensor for each step since the last reading, bool [P]: which parameters had a non-finite gradient."""
+        self._gradient_device = self._named[0][1].device  # the CPU if parameters are offloaded
         self._by_engine = is_deepspeed(model)
-        if self._by_engine:  # it clips, and its gradients are reduced and gone when backward returns
+        if self._by_engine:  # the engine clips, and its gradients are reduced and freed when backward returns
             self._engine: Any = model
             self._sums = torch.zeros(len(self._named), device=accelerator.device)
-            """Sum of the elements of each gradient: finite only if they all are."""
+            """Sum of the elements of each gradient [P], finite only if all of them are."""
             for index, (_, parameter) in enumerate(self._named):
                 parameter.register_hook(self._hook(index))
 
@@ -48,15 +49,15 @@ class Gradients:
         return look
 
     def clip(self, max_norm: float | None, optimizer: Any) -> Tensor:
-        """Scale the gradients down to this global norm (None: never); returns the norm that they had.
+        """Scale the gradients down to the global norm `max_norm` (None: never), and return their norm before that.
 
-        Called by every process after the last backward of a step. DeepSpeed has clipped by then, to what it was handed.
-        If the norm is not finite, `optimizer` will skip the update that follows.
+        Every process must call it after the last backward of a step. DeepSpeed has clipped by then, to the norm in its
+        own settings. If the norm is not finite, `optimizer` will skip the update that follows.
         """
         if self._by_engine:
             self._unread.append(~self._sums.isfinite())
             self._sums = torch.zeros_like(self._sums)
-            # The engine's own, a tensor or after an overflow a float; Accelerate would read it, and wait.
+            # The engine's own norm is a tensor, or a float after an overflow; Accelerate would read it, and wait.
             of_engine = self._engine.get_global_grad_norm()
             if isinstance(of_engine, Tensor):
                 return of_engine.to(self._accelerator.device)
@@ -70,7 +71,7 @@ class Gradients:
             present, fine = iter(bad.unbind()), torch.zeros((), device=bad.device, dtype=torch.bool)
             bad = torch.stack([fine if gradient is None else next(present) for gradient in local])
         self._unread.append(bad.to(self._accelerator.device))
-        square = norms.square().sum().to(self._accelerator.device)  # processes are connected there
+        square = norms.square().sum().to(self._accelerator.device)  # the processes communicate there
         group = self._shard_group()
         if group is not None:
             dist.all_reduce(square, group=group)
@@ -80,7 +81,7 @@ class Gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0]))
         inner = getattr(optimizer, "optimizer", optimizer)
         if self._gradient_device.type not in HEEDS_FOUND_INF and not norm.isfinite():
-            for _, parameter in self._named:  # without a gradient nothing is updated
+            for _, parameter in self._named:  # without gradients nothing is updated
                 parameter.grad = None
         elif inner.defaults.get("fused") and self._accelerator.scaler is None:  # a scaler does the same
             inner.found_inf = (~norm.isfinite()).to(self._gradient_device, torch.float32)
@@ -88,23 +89,29 @@ class Gradients:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss under fp16, else 1. Waits for the device."""
+        """Loss scale under fp16, else 1. Reading it waits for the device."""
         scaler = self._accelerator.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def drop(self) -> None:
-        """After the update. What torch's and Accelerate's `zero_grad` do beside it costs a twentieth of a small model's step."""
-        if not self._by_engine:  # its own are gone by then
+        """Drop the gradients after the update.
+
+        Other work in torch's and Accelerate's `zero_grad` would cost a twentieth of a small model's step.
+        """
+        if not self._by_engine:  # the engine's are freed by then
             for _, parameter in self._named:
                 parameter.grad = None
 
     def _shard_group(self) -> Any:
-        """The processes that each hold another part of the gradients."""
+        """Group of the processes that each hold a different part of the gradients; None if they are not sharded."""
         mesh = next((p.device_mesh for _, p in self._named if hasattr(p, "device_mesh")), None)
         return None if mesh is None else mesh.get_group(mesh.ndim - 1)
 
     def not_finite(self) -> list[list[str]]:
-        """For each step since the last call, the parameters whose gradient was not finite, on any process. Every process calls."""
+        """Names of the parameters with a non-finite gradient on any process, for each step since the last call.
+
+        Every process must call it.
+        """
         if not self._unread:
             return []
         bad = torch.stack(self._unread).to(torch.int32)
@@ -116,13 +123,13 @@ class Gradients:
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This process's part; None where no loss depends on the parameter, or where the process has no row of it."""
+    """This process's part of a gradient; None if no loss depends on the parameter, or the process has no row of it."""
     gradient: Tensor | None = getattr(parameter.grad, "_local_tensor", parameter.grad)
     return gradient if gradient is not None and gradient.numel() else None
 
 
 def gradient_norms(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Norm of each tensor, float64 [P] on a CPU, float32 elsewhere, where a device adds in a tree and loses nothing."""
+    """Norm of each tensor [P]: float64 on a CPU; float32 elsewhere, where devices sum in a tree and lose nothing."""
     kept = torch.float64 if device.type == "cpu" else torch.float32
     if not gradients:
         return torch.zeros(0, device=device, dtype=kept)

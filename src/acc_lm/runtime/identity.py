@@ -1,4 +1,4 @@
-"""What really runs: strategy, engine, placement and precision, read from the live objects."""
+"""Identity of a run: strategy, engine, placement and precision, read from the live objects."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Identity:
-    """What runs, read from the live objects."""
+    """Strategy, engine, placement and precision of a run, read from the live objects."""
 
     strategy: str
     engine: str
     num_processes: int
     precision: str
-    """Type of the weights that are updated, of the computation, and of the gradients' sum over processes."""
+    """Data types of the updated weights, of the computation, and of the gradient reduction over processes."""
     compute: str
-    """Type of the matrix products."""
+    """Data type of the matrix products."""
     device: str
     threads: int
     placement: str
     num_parameters: int
     parameters_per_process: tuple[int, ...]
-    """Elements of the model that each process keeps between steps."""
+    """Number of model elements that each process keeps between steps."""
     updated_per_process: tuple[int, ...]
-    """Elements whose optimizer state each process keeps."""
+    """Number of elements whose optimizer state each process keeps."""
     is_rehearsal: bool
     notes: tuple[str, ...] = ()
 
 
 def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config: Config) -> Identity:
-    """Strategy, processes, placement and precision of the prepared model. Every process calls.
+    """Identify strategy, processes, placement and precision of the prepared model. Every process must call it.
 
     Raises:
-        MachineError: what runs is not what the launch asked for.
+        MachineError: the live objects are not what the launch asked for.
     """
     num_processes = dist.get_world_size() if dist.is_initialized() else 1
     outer = getattr(model, "_orig_mod", model)
@@ -146,7 +146,7 @@ def _on_all(accelerator: Accelerator, number: int) -> tuple[int, ...]:
 def _check_shards(
     strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...], num_processes: int
 ) -> None:
-    """Engines that shard must really have done so: all the shares together are one model, or one for each replica."""
+    """Check that the engine shards if it must, and that each process holds the full model under single and DDP."""
     if strategy in ("single", "ddp"):
         expected = num_parameters * num_processes
         if sum(kept) != expected:
@@ -161,7 +161,7 @@ def _check_shards(
 
 
 def _check_settings(model: Any, strategy: str, optimizer: Any, device: torch.device) -> None:
-    """What the Accelerate config says besides the strategy, against the engine's own attributes."""
+    """Check the Accelerate config's settings other than the strategy against the engine's own attributes."""
 
     def check(key: str, asked: Any, got: Any) -> None:
         if asked != got:
@@ -182,7 +182,7 @@ def _check_settings(model: Any, strategy: str, optimizer: Any, device: torch.dev
 
 
 def _offload_device(model: Any, what: str) -> str:
-    """none, cpu or nvme, from the engine's parsed config."""
+    """Offload device from the engine's parsed config: none, cpu or nvme."""
     settings = getattr(model._config.zero_config, f"offload_{what}")
     return "none" if settings is None else str(getattr(settings.device, "value", settings.device))
 
@@ -220,7 +220,7 @@ def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, 
 
 
 def _reshards(model: Any) -> bool:
-    """Of the transformer blocks: torch keeps the last unit whole either way."""
+    """Return whether the transformer blocks reshard after forward; torch keeps the last unit gathered either way."""
     groups = [group for unit in _block_units(model) or [model] for group in _groups(unit)]
     return any(group.post_forward_mesh_info is not None for group in groups)
 
@@ -232,7 +232,7 @@ def _groups(unit: Any) -> list[Any]:
 
 
 def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
-    """What people are told of it, and the type of the matrix products."""
+    """Return the display name of the precision, and the data type of the matrix products."""
 
     def name(dtype: Any) -> str:
         return str(dtype).removeprefix("torch.")
@@ -300,7 +300,7 @@ def _notes(
 
 
 def environment(identity: Identity) -> dict[str, Any]:
-    """`environment.json`: what ran, with which versions, from which commit, how it was launched."""
+    """Contents of `environment.json`: the identity, library versions, git commit and launch of the run."""
     values = asdict(identity)
     notes = values.pop("notes")
     return {
@@ -316,7 +316,7 @@ def environment(identity: Identity) -> dict[str, Any]:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Of the libraries that decide what a run does; None for one that is not installed."""
+    """Versions of the libraries that decide what a run does; None for a library that is not installed."""
     found: dict[str, str | None] = {}
     for name in LIBRARIES:
         try:
@@ -336,7 +336,7 @@ def _git_commit() -> str | None:
 
 
 def _launch_command() -> list[str]:
-    """The launcher's own command line where there is one, else ours; without the secrets that stand in it."""
+    """Command line of the launcher if there is one, else of this process, with secrets redacted."""
     if "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
         try:
             raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""From the environment that a launcher left to an Accelerator that is what it asked for."""
+"""Build the Accelerator that a launch asks for, from the environment that its launcher set."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from acc_lm.attention import prefer_kernels
 from acc_lm.config import DistributedConfig, TrainingConfig, nearest_multiples
 from acc_lm.errors import ConfigError, MachineError, UserError
+from acc_lm.modeling.attention import prefer_kernels
 from acc_lm.runtime.config_file import (
     asked_processes,
     check_config_file,
@@ -36,7 +36,7 @@ from acc_lm.runtime.strategy import asked_strategy, flag, has_accelerator, world
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.utils import TorchDynamoPlugin
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, TorchDynamoPlugin
 
     from acc_lm.config import Config
 
@@ -45,11 +45,11 @@ NCCL_ONLY_HOOKS = ("bf16",)
 
 
 def build_accelerator(config: Config, output_dir: Path | None = None) -> Accelerator:
-    """The Accelerator of this launch, after everything that can be refused without it was refused.
+    """Build the Accelerator of this launch, after all checks that need no Accelerator.
 
     Raises:
-        MachineError: the launch did not give what it asked for, or this machine cannot execute it.
-        ConfigError: the global batch does not divide over the processes.
+        MachineError: the launch did not provide what it asked for, or this machine cannot run it.
+        ConfigError: this launch cannot train the recipe, e.g. the global batch does not divide over the processes.
     """
     distributed = config.distributed
     asked = read_launch(config)
@@ -58,46 +58,26 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     _leave_the_store_of_the_dead()
 
     from accelerate import Accelerator
-    from accelerate.utils import (
-        DistributedDataParallelKwargs,
-        GradientAccumulationPlugin,
-        InitProcessGroupKwargs,
-        ProjectConfiguration,
-    )
-    from accelerate.utils.dataclasses import DDPCommunicationHookType
+    from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
-    ddp = DistributedDataParallelKwargs(
-        find_unused_parameters=distributed.find_unused_parameters,
-        gradient_as_bucket_view=distributed.gradient_as_bucket_view,
-        bucket_cap_mb=distributed.bucket_cap_mb,
-        static_graph=distributed.static_graph,
-        broadcast_buffers=distributed.broadcast_buffers,
-        comm_hook=DDPCommunicationHookType("no" if distributed.comm_hook == "none" else distributed.comm_hook),
-        comm_state_option=distributed.comm_hook_arguments,
-    )
-    # In every step Accelerate looks twice, in every folder of sys.path, for an optimizer that is none of ours.
+    # Otherwise Accelerate searches all of sys.path twice per step for an optimizer that is never used here.
     sys.modules.setdefault("lomo_optim", None)  # type: ignore[arg-type]
-    # NCCL does not raise after that time but aborts: `Peers` ends the run in words before it does.
-    grace = ABORT_SECONDS if has_accelerator and distributed.backend != "gloo" else 0
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds + grace))
-    if distributed.backend is not None and has_accelerator:
-        group.backend = distributed.backend
     keywords: dict[str, Any] = {"cpu": not has_accelerator}
     if strategy.startswith("deepspeed"):
         keywords = dict(asked.plugins)
         build_extensions(**needed_extensions(has_accelerator))
-        # Accelerate would switch DeepSpeed off; without a GPU it is on the CPU anyway.
+        # With this variable Accelerate would switch DeepSpeed off; without a GPU it runs on the CPU anyway.
         os.environ.pop("ACCELERATE_USE_CPU", None)
-        if not has_accelerator:
-            group.backend = "gloo"  # else Accelerate counts one process and DeepSpeed all of them
     elif strategy in ("fsdp2", "hsdp"):
         keywords |= asked.plugins
-    handlers = [ddp, group]
+    group = _group_arguments(distributed, strategy, has_accelerator)
+    handlers = [_ddp_arguments(distributed), group]
     loads_on_main = False
     if precision == "fp8":
         handlers.append(recipe_kwargs(config))
-        if strategy in ("fsdp2", "hsdp"):  # refused by Accelerate for weights that are gathered in 8 bits; ours are not
+        if strategy in ("fsdp2", "hsdp"):  # Accelerate refuses this loading with 8-bit gathers; ours are bf16
             loads_on_main, asked.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True, False
+    project = ProjectConfiguration(str(output_dir), logging_dir=f"{output_dir}/tensorboard") if output_dir else None
     try:
         with _accelerates_own_refusals():
             if strategy in ("fsdp2", "hsdp") and not has_accelerator:
@@ -109,32 +89,62 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
                 gradient_accumulation_plugin=GradientAccumulationPlugin(
                     num_steps=asked.accumulation,
                     sync_with_dataloader=False,
-                    # Sharded gradients stay sharded between micro-batches; else each process would hold a whole gradient.
+                    # Keep gradients sharded between micro-batches; otherwise each process would hold all of them.
                     sync_each_batch=strategy in ("fsdp2", "hsdp"),
                 ),
                 log_with=list(config.tracking.report_to) or None,
-                project_config=ProjectConfiguration(str(output_dir), logging_dir=str(output_dir / "tensorboard"))
-                if output_dir
-                else None,
+                project_config=project,
             )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise MachineError(_rendezvous_problem(str(error))) from None
     if loads_on_main:
         asked.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True
-    if accelerator.num_processes != asked.num_processes:
-        raise MachineError(
-            f"the launcher must give what it started, got {asked.num_processes} processes (WORLD_SIZE) where Accelerate sees "
-            f"{accelerator.num_processes}; launch with accelerate_configs/ddp.yaml, or with one process"
-        )
+    _check_process_count(asked.num_processes, accelerator.num_processes)
     if strategy.startswith("deepspeed"):
         build_models_whole(accelerator)
     _set_numerics(config.training, accelerator.device)
     return accelerator
 
 
+def _check_process_count(launched: int, seen: int) -> None:
+    if launched != seen:
+        raise MachineError(
+            f"the launcher must give what it started, got {launched} processes (WORLD_SIZE) where Accelerate sees "
+            f"{seen}; launch with accelerate_configs/ddp.yaml, or with one process"
+        )
+
+
+def _group_arguments(distributed: DistributedConfig, strategy: str, has_accelerator: bool) -> InitProcessGroupKwargs:
+    from accelerate.utils import InitProcessGroupKwargs
+
+    # NCCL aborts after its timeout instead of raising: the extra time lets `Peers` end the run with a message first.
+    grace = ABORT_SECONDS if has_accelerator and distributed.backend != "gloo" else 0
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=distributed.timeout_seconds + grace))
+    if distributed.backend is not None and has_accelerator:
+        group.backend = distributed.backend
+    if strategy.startswith("deepspeed") and not has_accelerator:
+        group.backend = "gloo"  # else Accelerate counts one process and DeepSpeed all of them
+    return group
+
+
+def _ddp_arguments(distributed: DistributedConfig) -> DistributedDataParallelKwargs:
+    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils.dataclasses import DDPCommunicationHookType
+
+    return DistributedDataParallelKwargs(
+        find_unused_parameters=distributed.find_unused_parameters,
+        gradient_as_bucket_view=distributed.gradient_as_bucket_view,
+        bucket_cap_mb=distributed.bucket_cap_mb,
+        static_graph=distributed.static_graph,
+        broadcast_buffers=distributed.broadcast_buffers,
+        comm_hook=DDPCommunicationHookType("no" if distributed.comm_hook == "none" else distributed.comm_hook),
+        comm_state_option=distributed.comm_hook_arguments,
+    )
+
+
 @dataclass(frozen=True)
 class Asked:
-    """What a launch asks for, and this machine can give."""
+    """Request of a launch that this machine can satisfy."""
 
     strategy: str
     precision: str
@@ -142,20 +152,20 @@ class Asked:
     has_accelerator: bool
     compiler: TorchDynamoPlugin
     plugins: dict[str, Any] = field(default_factory=dict)
-    """Accelerate's, by the names of its arguments."""
+    """Accelerate's plugins, by the name of the `Accelerator` argument that takes each."""
     accumulation: int = 1
-    """Micro-batches in an optimizer step; 1 without a recipe."""
+    """Number of micro-batches per optimizer step; 1 without a recipe."""
 
 
 def read_launch(config: Config | None, typed: Namespace | None = None) -> Asked:
-    """What the environment that a launcher left asks for, after all refusals of it and of a recipe on it.
+    """Read the request of a launch from its environment, after all checks of it and of the recipe against it.
 
     Args:
-        config: the recipe; None: one that agrees with the launch.
-        typed: what `accelerate launch` was given; None: as found on its command line.
+        config: the recipe; None: assume one that agrees with the launch.
+        typed: arguments of `accelerate launch`; None: read them from its command line.
 
     Raises:
-        MachineError: the launch did not give what it asked for, or this machine cannot execute it.
+        MachineError: the launch did not provide what it asked for, or this machine cannot run it.
         ConfigError: the recipe cannot be trained by this launch.
     """
     with _accelerates_own_refusals():
@@ -190,7 +200,7 @@ def read_launch(config: Config | None, typed: Namespace | None = None) -> Asked:
 
 @contextmanager
 def _accelerates_own_refusals() -> Iterator[None]:
-    """Turn what Accelerate raises over its own variables into one line; they come from its config or from the shell."""
+    """Turn errors of Accelerate about its own settings, from its config or the shell, into a one-line MachineError."""
     try:
         yield
     except UserError:
@@ -204,7 +214,7 @@ def _accelerates_own_refusals() -> Iterator[None]:
 
 
 def _fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
-    """`split_global_batch` of the recipe, after all refusals that are its own."""
+    """Check the recipe against the launch, then return `split_global_batch` of it."""
     _refuse_other_dtypes(config, asked.strategy, asked.precision)
     _refuse_a_search_that_hangs(config, asked.strategy)
     if asked.precision == "fp8":
@@ -227,18 +237,18 @@ def _fit_recipe(config: Config, asked: Asked) -> tuple[int, int]:
 
 
 def needed_extensions(has_accelerator: bool) -> dict[str, bool]:
-    """What `build_extensions` is to build for this launch of DeepSpeed."""
+    """Arguments of `build_extensions` for this DeepSpeed launch."""
     devices = offload_device("optimizer"), offload_device("param")
     return {"needs_cpu_adam": devices[0] != "none", "needs_nvme": "nvme" in devices, "on_cpu": not has_accelerator}
 
 
 def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[int, int]:
-    """(micro-batch size, micro-batches per optimizer step) of each process.
+    """Return (micro-batch size, micro-batches per optimizer step) of each process.
 
-    A process whose share of the global batch is smaller than the recipe's micro-batch takes its share at once.
+    If a process's share of the global batch is smaller than the recipe's micro-batch, the micro-batch is that share.
 
     Raises:
-        ConfigError: the global batch does not divide.
+        ConfigError: the global batch does not divide evenly.
     """
     share, rest = divmod(training.global_batch_size, num_processes)
     micro = min(training.micro_batch_size, share)
@@ -256,10 +266,10 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and notices out of ours; their errors still show.
+    """Silence the libraries' own progress bars and notices; their errors still show.
 
     Raises:
-        MachineError: a Python that they cannot run in.
+        MachineError: Python runs without docstrings (-OO), which transformers reads.
     """
     if sys.flags.optimize > 1:
         raise MachineError(
@@ -269,9 +279,9 @@ def quiet_libraries() -> None:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    # DeepSpeed is imported even where it is not used (transformers does, when it saves a model), and talks.
+    # transformers imports DeepSpeed when it saves a model, even where it is not used, and DeepSpeed then logs.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
-    # So is bitsandbytes, by peft, and it misses a kernel from the Hub that nobody asked for.
+    # peft imports bitsandbytes, which warns about a missing kernel from the Hub that was never requested.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: record.levelno > logging.WARNING)
     warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # Accelerate's HSDP mesh, on every process
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -281,7 +291,7 @@ def quiet_libraries() -> None:
 
 
 def _refuse_silent_single_process(typed: Namespace | None) -> None:
-    """Three launches ask for several processes and silently get one."""
+    """Refuse the three kinds of launch that ask for several processes and silently get one."""
     if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ and asked_processes(typed) > 1:
         raise MachineError(
             "the launch must start the processes it was asked for, got one process (accelerate starts only one for "
@@ -304,7 +314,7 @@ def _refuse_restarts_that_hang() -> None:
 
 
 def _refuse_what_needs_a_launcher(strategy: str) -> None:
-    """Plain Python starts one process, whatever a variable that was left in the shell asks for."""
+    """Refuse sharding engines under plain Python, which starts one process whatever a leftover variable asks for."""
     if strategy in ("single", "ddp") or "WORLD_SIZE" in os.environ:
         return
     name = "ACCELERATE_USE_DEEPSPEED" if strategy.startswith("deepspeed") else "ACCELERATE_USE_FSDP"
@@ -315,7 +325,7 @@ def _refuse_what_needs_a_launcher(strategy: str) -> None:
 
 
 def _refuse_offloaded_fp16(strategy: str, precision: str) -> None:
-    """The gradient scaler's numbers are copied to the CPU without waiting, and used there at once."""
+    """Refuse offloaded fp16: torch copies the gradient scale to the CPU asynchronously and uses it without waiting."""
     if strategy in ("fsdp2", "hsdp") and precision == "fp16" and flag("FSDP_OFFLOAD_PARAMS"):
         raise MachineError(
             "fsdp_offload_params must be false with fp16, whose scale torch hands to the CPU without waiting for the GPU, got true; use "
@@ -324,7 +334,7 @@ def _refuse_offloaded_fp16(strategy: str, precision: str) -> None:
 
 
 def _refuse_debugging_that_crashes(strategy: str, on_accelerator: bool) -> None:
-    """torch (2.13) dies by SIGSEGV when it wraps a model for DDP on gloo."""
+    """Refuse TORCH_DISTRIBUTED_DEBUG=DETAIL for DDP on gloo, where torch (2.13) dies by SIGSEGV wrapping a model."""
     if strategy == "ddp" and not on_accelerator and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         raise MachineError(
             "TORCH_DISTRIBUTED_DEBUG must be OFF or INFO under DDP on CPU processes, where torch crashes with DETAIL, got DETAIL; set it "
@@ -333,7 +343,7 @@ def _refuse_debugging_that_crashes(strategy: str, on_accelerator: bool) -> None:
 
 
 def _refuse_compilation_that_fails(asked: Asked) -> None:
-    """Models compiled as a whole lose hooks and graphs of the strategy around them."""
+    """Refuse compiling a sharded model as a whole, which loses hooks, and full graphs that communication breaks."""
     compiler, shards = asked.compiler, asked.strategy in ("fsdp2", "hsdp")
     if compiler.backend.value == "NO":
         return
@@ -351,7 +361,7 @@ def _refuse_compilation_that_fails(asked: Asked) -> None:
 
 
 def _refuse_overwritten_gradients(asked: Asked, accumulation: int) -> None:
-    """Under CUDA graphs gradients lie in memory that the next micro-batch writes to, while they are still summed up."""
+    """Refuse CUDA graphs with accumulation: the next micro-batch overwrites gradients that are still being summed."""
     compiler = asked.compiler
     uses_graphs = compiler.backend.value == "CUDAGRAPHS" or (
         compiler.backend.value == "INDUCTOR" and compiler.mode in ("reduce-overhead", "max-autotune")
@@ -394,7 +404,7 @@ def _refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
 
 
 def asked_precision(by_recipe: str | None) -> str:
-    """The recipe's, else the launch's."""
+    """Precision of the recipe, else of the launch."""
     return by_recipe or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
 
 
@@ -442,7 +452,7 @@ def _refuse_what_a_cpu_cannot_do(distributed: DistributedConfig, strategy: str, 
 
 
 def _refuse_a_hook_that_fails(config: Config, strategy: str) -> None:
-    """torch's batched PowerSGD (2.11 to 2.13) hands its own helper a tensor of the wrong shape once it compresses."""
+    """Refuse runs in which batched PowerSGD compresses: torch (2.11 to 2.13) passes its helper a misshapen tensor."""
     starts_at = int(config.distributed.comm_hook_arguments.get("start_powerSGD_iter", 1000))
     steps = config.training.max_steps
     if (
@@ -457,16 +467,16 @@ def _refuse_a_hook_that_fails(config: Config, strategy: str) -> None:
 
 
 def _choose_port() -> None:
-    """One process of its own needs no port that a second run on this machine would also want."""
+    """Give a single process without torchrun a free port, so that a second run on this machine does not collide."""
     if os.environ.get("WORLD_SIZE", "1") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
 
 
 def _leave_the_store_of_the_dead() -> None:
-    """Processes that a launcher started again meet in a store of their own.
+    """Make restarted processes use a fresh rendezvous store.
 
-    torch's launcher offers them the one of the attempt before, in which they would find the addresses of processes that
-    are gone, and hang. Process 0 opens another, and says in the old one where.
+    torch's launcher offers them the store of the previous attempt, where they would find the addresses of dead
+    processes, and hang. Process 0 opens a new store, and publishes its port in the old one.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or not _is_launchers_store():
@@ -480,7 +490,7 @@ def _leave_the_store_of_the_dead() -> None:
 
 
 def _is_launchers_store() -> bool:
-    """Whether processes meet in a store that the launcher keeps, and not in one that process 0 opens."""
+    """Return whether processes use the launcher's rendezvous store instead of one that process 0 opens."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -511,7 +521,7 @@ def _owner_of_port(port: str) -> str:
             if connection.laddr and str(connection.laddr.port) == port and connection.status == psutil.CONN_LISTEN:
                 return f" by process {connection.pid}" if connection.pid else ""
     except psutil.Error:
-        pass  # not ours to see
+        pass  # no permission to see it
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Memory: what was used, whether a micro-batch fits, and what to do when there is not enough."""
+"""Memory: measure its peak, find a micro-batch that fits, and suggest remedies when there is not enough."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.config import Config
-from acc_lm.errors import OutOfMemoryError
-from acc_lm.muon import moments
+from acc_lm.errors import OutOfMemoryError, is_out_of_memory
+from acc_lm.optimization.muon import moments
 from acc_lm.runtime.engines import gather_objects
 from acc_lm.runtime.launch import split_global_batch
 from acc_lm.runtime.strategy import asked_strategy
@@ -21,15 +21,13 @@ from acc_lm.runtime.strategy import asked_strategy
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
-
 
 class Rows(Protocol):
     def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]: ...
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory this process has used so far, in GB (1e9 bytes): of the accelerator, else of the machine."""
+    """Peak memory of this process so far, in GB (1e9 bytes): on the GPU, else on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     import resource
@@ -39,32 +37,33 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Memory:
-    """The most memory that each phase of a run has used on this process, in GB.
+    """Peak memory of this process in each phase of a run, in GB.
 
-    Of an accelerator each phase for itself; the machine only tells the most so far, so there a phase has what it had at its end.
+    On a GPU each phase has a peak of its own. A host reports only the peak so far, so there a phase has the peak of the
+    run up to its end.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
-            torch.cuda.init()  # whose counters are asked before the model is there
+            torch.cuda.init()  # its counters are read before the model exists
         self.phases: dict[str, float] = {}
         self._between = "before first step"
 
     @property
     def peak_gb(self) -> float:
-        """Of the whole run so far."""
+        """Peak memory of the run so far, in GB."""
         return max([*self.phases.values(), peak_memory_gb(self._device)])
 
     def note(self, phase: str) -> None:
-        """What was used since the last note was used in this phase."""
+        """Count the memory used since the last note towards the peak of this phase."""
         self.phases[phase] = max(self.phases.get(phase, 0.0), peak_memory_gb(self._device))
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of its own, between what was before it and what comes after it."""
+        """Context that is measured as a separate phase from what comes before and after it."""
         self.note(self._between)
         try:
             yield
@@ -72,7 +71,10 @@ class Memory:
             self.note(name)
 
     def watch_first_step(self, model: nn.Module) -> None:
-        """The next forward, and the backward up to the update; what is noted then is the update's, or of later steps."""
+        """Measure the next forward, and the backward up to the update, as phases.
+
+        What is noted after that belongs to the update or to later steps.
+        """
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def forward_ends(*_: Any) -> None:
@@ -89,14 +91,8 @@ class Memory:
         update = register_optimizer_step_pre_hook(update_begins)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in WORDS)
-
-
 def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
-    """What to do about it: the first rung of the ladder that the run does not stand on yet."""
+    """Build the error for a lack of memory, with the cheapest remedy that the run does not use yet."""
     words = " ".join(str(error).split())[:160] or type(error).__name__
     return OutOfMemoryError(
         f"the memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
@@ -105,7 +101,7 @@ def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
 
 
 def next_rung(config: Config) -> str:
-    """Cheapest first: what changes neither what is learned nor the hardware, then sharding, offload, precision."""
+    """Cheapest unused remedy: first those that keep result and hardware, then sharding, precision, offload."""
     micro, strategy = config.training.micro_batch_size, asked_strategy()
     if micro > 1:
         rungs = [f"training.micro_batch_size={smaller(micro)} takes the same batches in smaller parts"]
@@ -122,16 +118,17 @@ def next_rung(config: Config) -> str:
 
 
 def smaller(micro_batch_size: int) -> int:
-    """The largest part that divides it, so that the global batch stays what it is."""
+    """Largest proper divisor of the micro-batch size, so that the global batch stays the same."""
     return next(size for size in range(micro_batch_size // 2, 0, -1) if micro_batch_size % size == 0)
 
 
 def fit_micro_batch(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, rows: Rows, config: Config
 ) -> tuple[Config, list[str]]:
-    """The recipe with the largest micro-batch that fits on all processes, and a line for each that did not.
+    """Shrink the micro-batch until it fits on all processes; return the recipe, and a line for each that did not fit.
 
-    The global batch stays, so the gradient does too, to rounding. Every process calls, before the first step.
+    The global batch stays the same, and so does the gradient, to rounding. Every process must call it, before the first
+    step.
 
     Raises:
         OutOfMemoryError: not even a single row fits.
@@ -152,7 +149,7 @@ def fit_micro_batch(
 
 
 def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> str | None:
-    """One forward and backward beside the memory that the moments will need; what went wrong, if it is memory."""
+    """Run one forward and backward next to memory reserved for the moments; return the error if memory runs out."""
     problem = None
     try:
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -163,7 +160,7 @@ def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch:
             for _ in moments(group)
             if p not in inner.state
         ]
-        # DDP exchanges gradients and buffers; without it a process that lacks memory leaves no other one waiting.
+        # Without DDP, which exchanges gradients and buffers, a process that lacks memory leaves no other one waiting.
         alone = getattr(model, "module", model)
         loss = alone(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
         accelerator.backward(loss * 0.0)

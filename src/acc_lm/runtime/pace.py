@@ -1,4 +1,4 @@
-"""Where the time of a step goes, as far as it shows without asking the device: data, communication, waiting for each other."""
+"""Time of a step spent on data, communication and waiting for stragglers, measured without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from acc_lm.rows import Batch
+from acc_lm.rows.batch import Batch
 from acc_lm.runtime.exposed import watch_backward, watched
 from acc_lm.runtime.strategy import asked_strategy
 from acc_lm.runtime.traffic import CountedStep
@@ -24,53 +24,53 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TIMES_SLOWER = 1.5
-"""A process is slow that takes so much longer than the others..."""
+"""Factor by which a straggler takes longer than the median of the other processes."""
 SHARE, LEAST_SECONDS = 0.1, 0.05
-"""...and holds them up for this share of a step, and for this long..."""
+"""Least delay by a straggler: this share of a step, and this many seconds."""
 LOOKS = 2
-"""...each time it was looked at, so often in a row."""
+"""Number of consecutive looks in which the same process must be slow to count as a straggler."""
 MOST_STEPS = 10
-"""Where computation stands still is noted in so many steps after a look and not in all: each time is two events on a GPU."""
+"""Number of steps after a look in which stalls are recorded: each stall takes two events on a GPU."""
 
 
 @dataclass
 class Marks:
-    """Places of a step in time: of the host's clock, or events that a GPU passes by."""
+    """Timestamps within a step: seconds of the host's clock, or events recorded on a GPU."""
 
     start: Any
     called: Any = None
-    """The first forward is asked for: until here a process needs no other."""
+    """Call of the first forward; until here a process needs no other process."""
     forward: Any = None
     forward_end: Any = None
     fetches: list[tuple[Any, Any]] = field(default_factory=list)
     stands: list[tuple[Any, Any]] = field(default_factory=list)
-    """Computation could not go on without the others."""
+    """(start, end) of each stall of computation until other processes have sent something."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the steps since the last look had in common; seconds of a step, the mean over steps and processes."""
+    """Timings of the steps since the last look: seconds per step, as the mean over steps and processes."""
 
     data: float
-    """Nothing to do until the loader has given a batch."""
+    """Idle time until the loader has returned a batch."""
     communication: float
-    """Nothing to compute until something has come from the others, on the process that this held up least in its step."""
+    """Stall until data from other processes has arrived, on the process that stalled least in each step."""
     waiting: float
-    """As long as the others stood still beyond that, which is for the slowest."""
+    """Stall beyond `communication`, which is time spent waiting for the slowest process."""
     total: float
-    """Sum over the processes of what each of them gave."""
+    """Sum over the processes of the number that each of them passed to `look`."""
     slow: str | None
-    """A line when one process has held the others up, once for each."""
+    """Warning line if a process holds up the others and was not the last one reported; else None."""
 
 
 class Pace:
-    """Who stands still for how long while something is communicated, and who is slow: a context, so that it sees both.
+    """Measures how long each process waits for communication and names stragglers. Use as a context manager.
 
-    Who comes early to a collective stands still for longer than who comes late, so the least of all is the communication
-    itself. Each then takes as long as the slowest. That shows in what comes before the first forward of a step (data, host),
-    and in that forward: until then nobody waits. Engines that fetch weights from the others wait in the forward too, so
-    under them only what comes before it counts. Events on a GPU are read when a step is logged, so nothing waits for it,
-    and data that is late while the device still has work costs nothing.
+    Early arrivals at a collective wait longer than late ones, so the minimum over processes is the communication itself.
+    Each process then takes as long as the slowest. A straggler therefore shows only before the first forward of a step
+    (data, host) and in that forward, as until then no process waits. Engines that fetch weights from other processes
+    also wait in the forward, so under them only the time before it counts. Events on a GPU are read when a step is
+    logged, so nothing waits for them, and data that is late while the device still has work costs nothing.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
@@ -88,9 +88,9 @@ class Pace:
             self._watched = watched(self._standing, self._on_gpu)
             watch_backward(model, self._standing)
             inner = getattr(model, "module", model)
-            # In a model that is compiled as a whole the hooks are compiled too, and an event is one of its graph's then.
+            # A model compiled as a whole includes its hooks: without this an event would become part of the graph.
             mark = torch.compiler.disable(self._mark)
-            # Before the engine's own, in which the processes may meet.
+            # Runs before the engine's own hook, in which the processes may wait for each other.
             model.register_forward_pre_hook(lambda module, inputs: mark("start", "called"), prepend=True)
             inner.register_forward_pre_hook(lambda module, inputs: mark("called", "forward"))
             inner.register_forward_hook(lambda module, inputs, output: mark("forward", "forward_end"))
@@ -109,11 +109,11 @@ class Pace:
         self._steps.append(Marks(self._now()))
 
     def end_step(self) -> None:
-        """What comes now, an evaluation for instance, is of no step."""
+        """Mark the end of a step: time from here on (an evaluation, say) belongs to no step."""
         self._is_in_step = False
 
     def reading(self, loader: Iterable[Batch], span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Batch]:
-        """Its batches, and how long each was waited for; `span` puts a name into a profile."""
+        """Yield the loader's batches and record the wait for each; `span` names a section of a profile."""
         batches = iter(loader)
         while True:
             asked = self._now()
@@ -138,7 +138,7 @@ class Pace:
     @contextmanager
     def _standing(self) -> Iterator[None]:
         thread = threading.current_thread()
-        # Autograd computes on threads that Python did not start. One that it did may be saving, beside a step.
+        # Autograd computes on threads that Python did not start. One that it did start may be saving in the background.
         computes = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
         if not computes or not self._is_in_step or not 0 < len(self._steps) <= MOST_STEPS:
             yield
@@ -152,7 +152,7 @@ class Pace:
         return seconds
 
     def _own(self, step: Marks) -> float:
-        """What this process needs for itself before it meets the others; the first batch comes before `called`."""
+        """Seconds that this process needs for itself before it meets the others; the first batch precedes `called`."""
         if step.forward_end is None:
             return 0.0
         forward = 0.0 if self._meets_in_forward else self._between(step.forward, step.forward_end)
@@ -164,12 +164,13 @@ class Pace:
         return sum(self._between(*stand) for stand in (*step.stands, *copying))
 
     def look(self, seconds: float, mine: float) -> Look:
-        """At the steps since the last look, which took so many seconds. Every process calls.
+        """Summarize the steps since the last look. Every process must call it.
 
-        After a log, when the device has done all that was asked of it.
+        Call it after a log, when the device has finished all queued work.
 
         Args:
-            mine: of this process, to be summed over all.
+            seconds: time that these steps took.
+            mine: number of this process, to be summed over all processes.
         """
         steps, self._steps = self._steps, []
         count = max(len(steps), 1)

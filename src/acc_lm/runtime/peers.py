@@ -1,4 +1,4 @@
-"""The other processes of a run: whether they run the same thing, and which of them died or hangs."""
+"""The other processes of a run: check that they run the same code and recipe, and detect deaths and hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import xxhash
 
 from acc_lm.config import Config, flatten
 from acc_lm.errors import MachineError, WorkerLostError
-from acc_lm.history import newest_checkpoint
+from acc_lm.run_files.metrics_file import newest_checkpoint
 from acc_lm.runtime.engines import gather_objects
 from acc_lm.runtime.identity import library_versions
 
@@ -36,11 +36,11 @@ BROKEN = re.compile(
     re.IGNORECASE,
 )
 LOOK_SECONDS = 2.0
-"""A process that dies may need this long until it can be seen, and one that ends with the others may be seen first."""
+"""Seconds given to a dying process to become visible, and to a run to end normally before a dead process is lost."""
 WATCH_SECONDS, BEAT_SECONDS = 1.0, 5.0
-"""Between two looks at processes of this machine, and between two signs of life that machines give each other."""
+"""Seconds between two checks of this machine's processes, and between two heartbeats of a machine."""
 SILENT_SECONDS = 120.0
-"""A machine that gives none for this long is lost."""
+"""Seconds without a heartbeat after which a machine counts as lost."""
 
 
 STOPPED = "is stopped (SIGSTOP)"
@@ -54,26 +54,26 @@ class Peer:
 
 
 class Peers:
-    """Which processes take part, and where this one is, so that a death or a hang is one line that names both.
+    """Monitor that turns a dead or hanging process into one error line with that process and this one's phase.
 
-    Every process makes one, together, before anything is loaded. gloo's collectives raise when another process is gone or does
-    not answer. Those of NCCL wait on the device, the main thread sees nothing, and in the end torch aborts: so there a thread
-    looks at the processes of this machine, at signs of life of the others, and at whether the device still gets through its
-    work. What makes it end the run is a process that is gone, a machine that is silent, or work of the device, in which
-    collectives are waited for, that has not been done for `timeout_seconds`. No time on the host counts: compiling,
-    evaluating, saving and reading may take as long as they need.
+    Every process creates one, at the same time, before anything is loaded. gloo's collectives raise when another process
+    is gone or does not answer. NCCL's collectives wait on the device: the main thread notices nothing, and torch aborts
+    in the end. Under NCCL a thread therefore checks the processes of this machine, the heartbeats of the other machines,
+    and whether the device still finishes its work. It ends the run if a process is gone, if a machine is silent, or if
+    device work, which includes waiting for collectives, is not finished within `timeout_seconds`. Time on the host does
+    not count: compiling, evaluating, saving and reading may take as long as they need.
 
-    As a context it ends with an error that is raised on several processes, each of which then leaves in its own time.
+    As a context manager it stops watching on an error, which several processes raise before each exits in its own time.
 
     Args:
-        leave: ends this process from another thread, with the error.
+        leave: ends this process with the error; called from another thread.
 
     Raises:
         MachineError: processes differ in recipe, code or libraries.
     """
 
     current: ClassVar[Peers | None] = None
-    """Of this process, as its process group is: an error that nobody expected is explained by it."""
+    """Instance of this process, one for its process group, that explains unexpected errors."""
 
     def __init__(
         self, accelerator: Accelerator, config: Config, leave: Callable[[WorkerLostError], None] | None = None
@@ -83,7 +83,7 @@ class Peers:
         self._output_dir = Path(config.output_dir)
         self._over, self._leaving = threading.Event(), threading.Lock()
         self._gone: tuple[float, dict[int, str]] | None = None
-        """When processes were first seen to be dead, and what became of them."""
+        """Time (monotonic, in seconds) at which processes were first seen dead, and their states by rank."""
         self._end_of_work: Any = None
         self._asked = 0.0
         self._phase, self._since, self._is_watched = "starting", time.monotonic(), False
@@ -100,7 +100,7 @@ class Peers:
         Peers.current = self
         self._looks = leave is not None and len(self._peers) > 1 and not collectives_raise()
         self._in_sight = set(range(len(self._peers))) - self._states().keys()
-        """Those whose death would be seen from here: containers may share the name of a machine and no processes."""
+        """Ranks whose death is visible from here: containers may share a host name without sharing processes."""
         if self._limit is not None or self._looks:
             threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
@@ -112,15 +112,15 @@ class Peers:
             self.stop()
 
     def stop(self) -> None:
-        """From here on the processes end, each in its own time, and none is missed."""
+        """Stop watching: from here on each process ends in its own time, and none counts as lost."""
         with self._leaving:
             self._over.set()
 
     def check_same(self, facts: dict[str, str]) -> None:
-        """Compare with what the other processes have. Every process calls.
+        """Compare `facts` with those of the other processes. Every process must call it.
 
         Raises:
-            MachineError: with one line for each difference.
+            MachineError: one line for each difference.
         """
         everyone = gather_objects(self._accelerator, facts)
         problems = []
@@ -136,7 +136,7 @@ class Peers:
             raise MachineError(*problems)
 
     def at(self, phase: str, is_watched: bool = False) -> None:
-        """Note what this process does now; a watched phase that takes too long is told, with the place in the code."""
+        """Record the current phase of this process; warn with a stack trace if a watched phase takes too long."""
         self._phase, self._since, self._is_watched = phase, time.monotonic(), is_watched
 
     def _watch(self) -> None:
@@ -158,7 +158,7 @@ class Peers:
                 )
 
     def _lost(self, machines: Machines) -> WorkerLostError | None:
-        """The error to leave with when a process is gone or does not answer; None while all is well."""
+        """Return the error to exit with if a process is gone or does not answer; None while all is well."""
         now, states = time.monotonic(), self._states()
         died = {rank: state for rank, state in states.items() if state != STOPPED and rank in self._in_sight}
         self._gone = (self._gone or (now, died)) if died else None
@@ -180,7 +180,7 @@ class Peers:
         return None
 
     def explain(self, error: Exception) -> WorkerLostError | None:
-        """The error that a broken connection between processes stands for; None when it is another error."""
+        """Return the error that explains a broken connection between processes; None for any other error."""
         kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
         if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
             return None
@@ -188,17 +188,17 @@ class Peers:
             return None
         states = self._states()
         end = time.monotonic() + LOOK_SECONDS
-        while not states and time.monotonic() < end:  # it may still be dying
+        while not states and time.monotonic() < end:  # the process may still be dying
             time.sleep(0.02)
             states = self._states()
         return self._error(states, " ".join(str(error).split())[:120])
 
     def _error(self, states: dict[int, str], words: str) -> WorkerLostError:
-        """In words.
+        """Build the error message.
 
         Args:
-            states: what became of processes.
-            words: what else is known, where they all are alive.
+            states: state of each lost process, by rank.
+            words: further details, for the case that all processes are alive.
         """
         got = ", ".join(f"process {rank} {state}" for rank, state in states.items())
         if not got:
@@ -214,7 +214,7 @@ class Peers:
         )
 
     def _states(self) -> dict[int, str]:
-        """What became of those on this machine that no longer run."""
+        """States, by rank, of the other processes on this machine that are dead or stopped."""
         states = {}
         for rank, peer in enumerate(self._peers):
             if peer.host != platform.node() or rank == self._accelerator.process_index:
@@ -232,7 +232,7 @@ class Peers:
 
 
 class Machines:
-    """Signs of life of the machines of a run, in the store in which its processes met; of each the first process gives and reads them."""
+    """Heartbeats of a run's machines, in the rendezvous store; each machine's first process sends and reads them."""
 
     def __init__(self, peers: Sequence[Peer], process: int) -> None:
         firsts: dict[str, int] = {}
@@ -240,21 +240,21 @@ class Machines:
             firsts.setdefault(peer.host, rank)
         self._is_first = len(firsts) > 1 and process in firsts.values()
         self._host = peers[process].host
-        attempt = f"{peers[0].pid}-{peers[0].started}"  # a launcher's store outlives it
+        attempt = f"{peers[0].pid}-{peers[0].started}"  # a launcher's store outlives an attempt
         self._keys = {host: f"acc_lm/{attempt}/{host}" for host in firsts}
         now = time.monotonic()
         self._heard = dict.fromkeys(firsts, (0, now))
-        """The number of signs that each has given, and when the last one was seen."""
+        """Number of heartbeats of each machine, and the time (monotonic, in seconds) at which the last one was seen."""
         self._last = 0.0
         self._store: Any = None
 
     def silent(self, limit: float) -> list[str]:
-        """Give a sign if it is time, and return the other machines that have given none for so long, in seconds."""
+        """Send a heartbeat if one is due, then return the other machines without one for more than `limit` seconds."""
         now = time.monotonic()
         if not self._is_first or now - self._last < BEAT_SECONDS:
             return []
         self._last = now
-        with contextlib.suppress(RuntimeError):  # nothing is heard of a machine that the store is on and gone with
+        with contextlib.suppress(RuntimeError):  # a lost machine may take the store with it: no heartbeats then
             if self._store is None:
                 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=BEAT_SECONDS))  # type: ignore[attr-defined]
@@ -266,12 +266,12 @@ class Machines:
 
 
 def collectives_raise() -> bool:
-    """Whether a collective of the process group raises in Python when another process is gone or does not answer."""
+    """Return whether collectives of the process group raise in Python if a process is gone or does not answer."""
     return dist.get_backend() == "gloo"
 
 
 def end_of_work(device: torch.device) -> Any:
-    """An event that the device passes when it has done what it was asked for so far; None for a CPU."""
+    """Record an event that completes when the device has finished all work queued so far; None without CUDA."""
     if device.type != "cuda":
         return None
     torch.cuda.set_device(device)  # for this thread
@@ -281,7 +281,7 @@ def end_of_work(device: torch.device) -> Any:
 
 
 def _how(pid: int) -> str:
-    """Exit code or signal of a process that its parent has not yet asked for; Linux shows it to its owner."""
+    """Exit code or signal of a process not yet reaped by its parent, which Linux shows to its owner; else empty."""
     try:
         number = int(Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[-1])
         code = os.waitstatus_to_exitcode(number)

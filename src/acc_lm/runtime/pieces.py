@@ -1,7 +1,7 @@
-"""Which part of which tensor lives on this process, for every engine: what checkpoints and exports are made of.
+"""Pieces: the parts of each tensor that this process holds under any engine; checkpoints and exports consist of them.
 
-Each tensor of a model, and of its optimizer's state, is seen as one-dimensional; a process owns contiguous pieces of it.
-All engines here shard in such a way, so one format serves them all: any engine writes, any engine reads.
+Each tensor of a model, and of its optimizer's state, is treated as one-dimensional; a process owns contiguous pieces of
+it. All engines here shard in this way, so one format serves them all: any engine can read what any engine wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.errors import MachineError
-from acc_lm.muon import MOMENTS, local, moments
+from acc_lm.optimization.muon import MOMENTS, local, moments
 from acc_lm.runtime.strategy import bare_model, is_deepspeed
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ WEIGHT = "param"
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous part of one named tensor, and of the optimizer's moments of the same shape."""
+    """Contiguous part of one named tensor, and of the optimizer's moments of the same shape."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     start: int
     length: int
     get: Callable[[str], Tensor]
-    """Kind -> 1-D tensor of `length` elements in full precision."""
+    """Function: kind (`WEIGHT` or a moment) -> 1-D tensor of `length` elements in full precision."""
     put: Callable[[str, Tensor], None]
     is_trained: bool = True
     replica: tuple[int, int] = (0, 1)
-    """(which of the processes that hold this same piece, how many do)."""
+    """(index of this process among those that hold this same piece, their number)."""
     moments: tuple[str, ...] = MOMENTS
 
     @property
@@ -47,14 +47,14 @@ class Piece:
         return (WEIGHT, *self.moments) if self.is_trained else (WEIGHT,)
 
     def share(self) -> tuple[int, int]:
-        """(first, past the last) element of the piece that this process writes: replicas share the work."""
+        """Return (first, past the last) element of the piece that this process writes: replicas share the work."""
         index, count = self.replica
         size = -(-self.length // count)
         return min(index * size, self.length), min((index + 1) * size, self.length)
 
 
 def pieces_of(model: nn.Module, optimizer: Any) -> list[Piece]:
-    """The pieces of a prepared model and its optimizer on this process."""
+    """List the pieces of a prepared model and its optimizer on this process."""
     inner = getattr(optimizer, "optimizer", optimizer)
     named = list(bare_model(model).named_parameters())
     if not is_deepspeed(model):
@@ -65,7 +65,7 @@ def pieces_of(model: nn.Module, optimizer: Any) -> list[Piece]:
 
 
 def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
-    """One process, DDP, FSDP2 and HSDP: torch's own optimizer, parameters whole or cut along their first dimension."""
+    """Yield the pieces for torch's optimizer (single, DDP, FSDP2, HSDP): full parameters, or cut along dimension 0."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -102,7 +102,7 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
 
 
 def _of(flat: Tensor) -> tuple[Callable[[str], Tensor], Callable[[str, Tensor], None]]:
-    """get and put of a tensor that has no optimizer state."""
+    """Build `get` and `put` for a tensor without optimizer state."""
 
     def put(kind: str, values: Tensor) -> None:
         flat.copy_(values)
@@ -111,10 +111,10 @@ def _of(flat: Tensor) -> tuple[Callable[[str], Tensor], Callable[[str, Tensor], 
 
 
 def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[Piece]:
-    """ZeRO-1 and 2: 16- or 32-bit weights on every process, fp32 weights and moments in flat partitions.
+    """Yield the pieces of ZeRO-1 and 2: 16- or 32-bit weights on every process, fp32 weights and moments partitioned.
 
-    These are private attributes of DeepSpeed 0.19; its own `safe_get_full_optimizer_state` fails for all parameter
-    groups but the first.
+    The flat partitions are private attributes of DeepSpeed 0.19, whose own `safe_get_full_optimizer_state` fails for all
+    parameter groups but the first.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     flats = _flat_partitions(optimizer) or []
@@ -144,7 +144,7 @@ def _zero12_pieces(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Ite
 
 
 def _flat_partitions(optimizer: Any) -> list[Tensor] | None:
-    """This process's share of all weights in full precision, one tensor for each parameter group, as DeepSpeed names it."""
+    """DeepSpeed's flat full-precision weights of this process, one tensor for each parameter group; else None."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
@@ -152,7 +152,7 @@ def _flat_partitions(optimizer: Any) -> list[Tensor] | None:
 
 
 def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
-    """ZeRO-3: every parameter cut into equal shares, the last one padded."""
+    """Yield the pieces of ZeRO-3: every parameter is cut into equal shares, the last one padded."""
     from deepspeed.utils import (
         safe_get_local_fp32_param,
         safe_get_local_optimizer_state,
@@ -198,7 +198,7 @@ def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
 
 
 def full_precision(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
-    """Type in which the engine keeps what it updates: DeepSpeed holds fp32 weights beside those it computes with."""
+    """Data type of the weights that the engine updates: DeepSpeed keeps fp32 weights next to those it computes with."""
     return torch.float32 if is_deepspeed(model) and parameter.requires_grad else parameter.dtype
 
 
@@ -206,7 +206,7 @@ def full_precision(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
 
 
 def _state_tensors(optimizer: Any) -> tuple[Any, list[Tensor]]:
-    """(the torch or CPU optimizer inside, the tensors that it holds state for)."""
+    """Return (the inner torch or CPU optimizer, the tensors that it holds state for)."""
     wrapped = getattr(optimizer, "optimizer", optimizer)
     flats = _flat_partitions(wrapped)
     if flats is not None:
@@ -215,16 +215,16 @@ def _state_tensors(optimizer: Any) -> tuple[Any, list[Tensor]]:
 
 
 def count_updates(optimizer: Any) -> int:
-    """Updates that the optimizer has made, which its bias correction depends on."""
+    """Number of updates that the optimizer has made, on which its bias correction depends."""
     inner, tensors = _state_tensors(optimizer)
     steps = [inner.state[t]["step"] for t in tensors if t in inner.state and "step" in inner.state[t]]
-    if steps and isinstance(steps[0], Tensor):  # one wait for the device, and not one for each
+    if steps and isinstance(steps[0], Tensor):  # one wait for the device instead of one for each
         steps = torch.stack(steps).tolist()
     return int(max(steps, default=0))
 
 
 def start_state(optimizer: Any, num_updates: int) -> None:
-    """Give the optimizer the state it would have after `num_updates`, with moments still to be filled in."""
+    """Give the optimizer its state after `num_updates` updates, with zero moments that are to be filled in later."""
     inner, tensors = _state_tensors(optimizer)
     of_torch = isinstance(inner, torch.optim.AdamW)
     groups = {p: group for group in inner.param_groups for p in group["params"]}
@@ -239,7 +239,7 @@ def start_state(optimizer: Any, num_updates: int) -> None:
             **{kind: torch.zeros_like(tensor.detach()) for kind in moments(group)},
         }
     if hasattr(inner, "ds_opt_adam"):
-        # Its C++ side keeps beta^t as a running product: replay the updates on one element that nobody sees.
+        # Its C++ side keeps beta^t as a running product: replay the updates on a throw-away element.
         group = inner.param_groups[0]
         nothing = [torch.zeros(1) for _ in range(4)]
         for i in range(1, num_updates + 1):
@@ -247,7 +247,7 @@ def start_state(optimizer: Any, num_updates: int) -> None:
 
 
 def publish_weights(model: nn.Module) -> None:
-    """After weights were put: make the engine compute with them."""
+    """Make the engine compute with the weights that were written with `put`."""
     if not is_deepspeed(model):
         return
     optimizer: Any = model.optimizer
@@ -266,9 +266,9 @@ def publish_weights(model: nn.Module) -> None:
 def gather_tensor(
     accelerator: Accelerator, pieces: list[Piece], kind: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """The whole tensor that these pieces (all of one name; none where a process has none of it) are parts of.
+    """Gather the full tensor from its pieces: all of one name, or none on a process that holds no part of it.
 
-    Bit for bit: processes add bytes, and all but one of them add zero. Every process calls.
+    The result is exact to the bit: processes sum bytes, and all but one of them add zero. Every process must call it.
     """
     whole = torch.zeros(math.prod(shape), dtype=dtype, device=accelerator.device)
     for piece in pieces:
@@ -280,7 +280,7 @@ def gather_tensor(
 
 
 def broadcast_weights(accelerator: Accelerator, pieces: list[Piece], weights: dict[str, Tensor]) -> None:
-    """Put the main process's weights into everybody's pieces, one tensor at a time; elsewhere they are on `meta`."""
+    """Put the main process's weights into all processes' pieces, tensor by tensor; elsewhere `weights` is on `meta`."""
     by_name: dict[str, list[Piece]] = {name: [] for name in weights}
     for piece in pieces:
         by_name[piece.name].append(piece)

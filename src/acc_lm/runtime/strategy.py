@@ -1,4 +1,4 @@
-"""The strategy that the launch asks for, and the model inside what that strategy made of it."""
+"""The strategy that the launch asks for, and the bare model inside that strategy's wrappers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from acc_lm.runtime.deepspeed import deepspeed_config
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started, by its variables; those of another launch are removed.
+    """Number of processes that the launcher started, from its variables; removes variables of another launch.
 
     Raises:
-        MachineError: the variables cannot be those of one launcher.
+        MachineError: the variables cannot come from one launcher.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdigit():
@@ -40,15 +40,15 @@ def world_size() -> int:
 
 
 def has_accelerator() -> bool:
-    """Whether this launch runs on accelerators."""
+    """Return whether this launch runs on accelerators."""
     return torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
 
 
 def asked_strategy() -> str:
-    """What the launch asks for, by the name that `environment.json` uses.
+    """Name of the strategy that the launch asks for, as in `environment.json`.
 
     Raises:
-        MachineError: an engine that this project does not run.
+        MachineError: the launch asks for an engine that this project does not run.
     """
     if flag("ACCELERATE_USE_MEGATRON_LM"):
         raise MachineError(
@@ -85,7 +85,7 @@ def asked_strategy() -> str:
         raise MachineError(
             f"a parallelism_config must come with use_fsdp, got sizes {sizes} without; use accelerate_configs/hsdp.yaml"
         )
-    # Accelerate wraps the only process of torchrun on a CPU, and not on a GPU.
+    # Accelerate wraps torchrun's only process in DDP on a CPU, but not on a GPU.
     wraps_one = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ and not has_accelerator()
     return "ddp" if wraps_one or os.environ.get("WORLD_SIZE", "1") != "1" else "single"
 
@@ -99,12 +99,12 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model itself, without the wrappers of strategy and compiler: its parameters have their own names.
+    """Return the model without the wrappers of strategy and compiler, so its parameters have their original names.
 
-    Accelerate's `unwrap_model` does the same, but imports DeepSpeed to ask whether it is one of its engines.
+    Accelerate's `unwrap_model` does the same, but imports DeepSpeed to check whether the model is one of its engines.
     """
     while True:
-        if "_orig_mod" in model.__dict__:  # compiled by regions: a copy with compiled blocks, of DDP's wrapper too
+        if "_orig_mod" in model.__dict__:  # compiled by regions: a copy with compiled blocks, also of DDP's wrapper
             model = model.__dict__["_orig_mod"]
         elif "_orig_mod" in model._modules:  # compiled as a whole
             model = model.get_submodule("_orig_mod")

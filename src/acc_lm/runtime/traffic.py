@@ -1,4 +1,4 @@
-"""What a step asks of the network: every collective, counted where torch hands it to the backend."""
+"""Network traffic of a step: every collective, counted where torch hands it to the backend."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VARIABLE = "ACC_LM_COUNT_TRAFFIC"
-"""`FOLDER@STEP`: each process counts that step, the first of this launch being 1, and writes it to `traffic-RANK.json` there."""
-# By the beginning of an operator's name without underscores; of two that fit, the first.
+"""Environment variable, as `FOLDER@STEP`: each process counts that step and writes `FOLDER/traffic-RANK.json`.
+
+The first step of a launch is 1.
+"""
+# Keys are prefixes of an operator's name without underscores; the first that fits counts.
 KINDS = {
     "allreduce": "all-reduce", "reducescatter": "reduce-scatter", "allgather": "all-gather", "alltoall": "all-to-all",
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "send": "send", "recv": "receive",
 }  # fmt: skip
-TCP_BYTES_ACKED = 120  # where they stand in Linux's struct tcp_info, and behind them those received
+TCP_BYTES_ACKED = 120  # offset in Linux's struct tcp_info; the received bytes follow it
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call."""
+    """One call of a collective."""
 
     kind: str
     num_bytes: int
-    """Of the whole tensor: the one that an all-reduce sums, an all-gather makes, a reduce-scatter takes."""
+    """Size of the full tensor: the one that an all-reduce sums, an all-gather produces, a reduce-scatter takes."""
     num_processes: int
     dtype: str
 
 
 def ring_share(kind: str, num_processes: int) -> float:
-    """Bytes that each process sends in a ring, over those of the whole tensor.
+    """Ratio of the bytes that each process sends in a ring to those of the full tensor.
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "bus bandwidth".
     """
@@ -51,10 +54,10 @@ def ring_share(kind: str, num_processes: int) -> float:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives of this process for as long as it is entered.
+    """Counts the collectives of this process. Use as a context manager.
 
-    Whoever starts one, torch's C++ among them, it passes torch's dispatcher, on this thread or on autograd's. Not seen is what
-    a callback of another thread sends, as PowerSGD's do on gloo; `received_over_tcp` has that too.
+    Every collective passes torch's dispatcher, on this thread or on autograd's, even if torch's C++ starts it. Sends from
+    callbacks on other threads, such as PowerSGD's on gloo, are not seen; `received_over_tcp` includes them.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class Traffic(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, else torch runs nothing compiled while this is entered: the counted step would need the memory of an eager one."""
+        """Return True: else torch runs nothing compiled here, and the step would need the memory of an eager one."""
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +104,7 @@ def _group_size(args: Any) -> int:
 
 
 def summary(calls: Iterable[Collective]) -> dict[str, dict[str, float]]:
-    """By kind: calls, bytes handed over, and bytes that each process then sends in a ring."""
+    """Totals by kind: calls, bytes handed over, and bytes that each process then sends in a ring."""
     found: dict[str, dict[str, float]] = {}
     for call in calls:
         entry = found.setdefault(call.kind, {"calls": 0, "bytes": 0, "ring_bytes": 0.0})
@@ -112,7 +115,7 @@ def summary(calls: Iterable[Collective]) -> dict[str, dict[str, float]]:
 
 
 def received_over_tcp() -> int | None:
-    """Bytes that have come in over this process's open connections, by the system's own count; None where it keeps none."""
+    """Bytes received over this process's open connections, by the system's own count; None where there is no count."""
     if sys.platform != "linux":
         return None
     total = 0
@@ -122,7 +125,7 @@ def received_over_tcp() -> int | None:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES_ACKED + 16)
-        except OSError:  # closed by now, or no TCP
+        except OSError:  # already closed, or not TCP
             continue
         if len(state) == TCP_BYTES_ACKED + 16:
             total += struct.unpack_from("QQ", state, TCP_BYTES_ACKED)[1]
@@ -130,7 +133,7 @@ def received_over_tcp() -> int | None:
 
 
 class CountedStep:
-    """One step of a run, counted because the environment asks for it."""
+    """Traffic counter for the one step of a run that the environment variable names."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder, self._step, self._number = folder, step, 0
@@ -143,7 +146,7 @@ class CountedStep:
         return cls(Path(folder), int(step)) if folder else None
 
     def start_step(self) -> None:
-        """Called before the first step and after each."""
+        """Start or end the count. Called before the first step and after each step."""
         self._number += 1
         if self._number == self._step:
             self._received = received_over_tcp()

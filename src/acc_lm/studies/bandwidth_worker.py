@@ -1,6 +1,6 @@
-"""One process of `acc-lm bench-comm`: measures what its plan says, together with the others.
+"""One process of `acc-lm bench-comm`: measure the parts of its plan together with the other processes.
 
-python -m acc_lm.cli.comm_worker PLAN RESULT
+python -m acc_lm.studies.bandwidth_worker PLAN RESULT
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torch import Tensor, nn
 
 from acc_lm import runtime
 from acc_lm.config import Config, TokenizerConfig
-from acc_lm.errors import MachineError, UserError, is_main_process, print_problems
-from acc_lm.recipe import load_config
-from acc_lm.stop import die_with_launcher
+from acc_lm.config.loading import load_config
+from acc_lm.errors import MachineError, UserError, print_problems
+from acc_lm.launcher import die_with_launcher, is_main_process
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 SMALL_BYTES, SMALL_REPEATS, REPEATS = 2**20, 20, 7
 WARM_UPS = 3
-"""Steps before one is counted; PowerSGD compresses from the third on."""
+"""Number of steps before the first measured one; PowerSGD compresses from the third on."""
 HOOKS: dict[str, dict[str, Any]] = {
     "none": {}, "fp16": {}, "bf16": {}, "power_sgd": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
     "batched_power_sgd": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
 }  # fmt: skip
 ALL_IN_ONE = 100_000
-"""MiB of a bucket; on CPU processes PowerSGD takes only one."""
+"""Bucket size in MiB that fits all gradients; on CPU processes PowerSGD works with only one bucket."""
 ACCUMULATION = 8
 
 
 @dataclass
 class Case:
-    """A model that was built and prepared as a run's is."""
+    """A model, built and prepared as in a run."""
 
     config: Config
     accelerator: Accelerator
@@ -53,21 +53,22 @@ class Case:
     num_parameters: int
     batch: dict[str, Tensor]
     step: Callable[[], Any]
-    """One optimizer step on always the same rows."""
+    """One optimizer step, always on the same rows."""
     gradient: Callable[[], Tensor]
-    """The gradient of these rows as the processes have agreed on it, 1-D; the weights stay."""
+    """Gradient of these rows, reduced over the processes, 1-D; the weights do not change."""
 
 
 def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulation: int = 1) -> Case:
-    """A case with these settings.
+    """Build a case with these settings.
 
     Raises:
         MachineError: this launch cannot execute them.
     """
-    from acc_lm.model import build_empty_model, build_model
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.step import to_device, train_step
-    from acc_lm.tokenizer import load_tokenizer, make_tokenizer
+    from acc_lm.modeling.build import build_empty_model, build_model
+    from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.rows.batch import to_device
+    from acc_lm.text.tokenizer import load_tokenizer, make_tokenizer
+    from acc_lm.training.step import train_step
 
     config = load_config(recipe, overrides)
     training, length = config.training, config.data.sequence_length
@@ -114,7 +115,7 @@ def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulati
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Time of a step, and what it communicates. Every process calls."""
+    """Measure the time of a step, its communication and the peak memory. Every process calls."""
     device = case.accelerator.device
     for _ in range(WARM_UPS):
         case.step()
@@ -143,7 +144,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 class Worker:
-    """The parts of a plan, one after the other, and what they measured, in rows."""
+    """Parts of a plan, run one after the other; each yields its measurements as rows."""
 
     def __init__(self, plan: dict[str, Any], num_processes: int) -> None:
         self.recipe, self.overrides = Path(plan["recipe"]), list(plan["overrides"])
@@ -170,7 +171,7 @@ class Worker:
             print(line, flush=True)
 
     def collectives(self) -> Iterator[dict[str, Any]]:
-        """Collectives alone, by size."""
+        """Measure collectives alone, by kind and size."""
         accelerator = runtime.build_accelerator(
             load_config(self.recipe, [*self.overrides, f"training.global_batch_size={self.num_processes}"])
         )
@@ -193,7 +194,7 @@ class Worker:
         runtime.forget(accelerator)
 
     def buckets(self) -> Iterator[dict[str, Any]]:
-        """A step with buckets of several sizes, and where the engine allows it one that sends nothing."""
+        """Measure a step with buckets of several sizes and, where the engine allows it, a step that sends nothing."""
         for size in (None, *self.plan["buckets"]):
             with self.case(*([] if size is None else [f"distributed.bucket_cap_mb={size}"])) as case:
                 if size is None and not runtime.keep_gradients_home(case.model):
@@ -204,8 +205,8 @@ class Worker:
                 yield row
 
     def memory(self) -> Iterator[dict[str, Any]]:
-        """What a model and its gradients take between backward and update: weights, gradients, buckets."""
-        with self.case() as case:  # what is made once in a process
+        """Measure the memory held between backward and update: weights, gradients, buckets."""
+        with self.case() as case:  # allocate what a process allocates only once
             case.gradient()
             device = case.accelerator.device
         del case
@@ -220,7 +221,7 @@ class Worker:
             yield {"gradient_as_bucket_view": as_view, "held_bytes": held, "gradient_bytes": num_bytes}
 
     def hooks(self) -> Iterator[dict[str, Any]]:
-        """Compressed gradients: time, bytes, and how far the gradient is from the one that was not compressed."""
+        """Measure compressed gradients: time, bytes, and the relative error against the uncompressed gradient."""
         exact: Tensor | None = None
         for hook, arguments in HOOKS.items():
             settings = [
@@ -235,13 +236,13 @@ class Worker:
                     error = float((gradient - exact).norm() / exact.norm())
                     row = {"hook": hook, "arguments": arguments, "error": error, **measure(case, self.repeats)}
                 self.say(f"comm_hook {hook:18} {1000 * row['seconds']:9.2f} ms a step  gradient off by {error:.1e}")
-            except MachineError as refusal:  # on every process, before anything is sent
+            except MachineError as refusal:  # raised on every process, before anything is sent
                 row = {"hook": hook, "problem": str(refusal)}
                 self.say(f"comm_hook {hook:18} refused: {refusal}")
             yield row
 
     def accumulation(self) -> Iterator[dict[str, Any]]:
-        """What a step of many micro-batches sends, beside a step of one."""
+        """Measure what a step of many micro-batches sends, compared with a step of one."""
         for count in (1, ACCUMULATION):
             with self.case(accumulation=count) as case:
                 row = {"accumulation": case.accelerator.gradient_accumulation_steps, **measure(case, self.repeats)}
@@ -249,7 +250,7 @@ class Worker:
                 yield row
 
     def data_parallel(self) -> Iterator[dict[str, Any]]:
-        """One process that drives all GPUs, with as many rows as the processes of the other launches have together."""
+        """Measure one process that drives all GPUs, with as many rows as all processes of the other launches together."""
         count = int(self.plan["devices"])
         rows = load_config(self.recipe, self.overrides).training.micro_batch_size * count
         with self.case(f"training.micro_batch_size={rows}") as case:
@@ -279,7 +280,7 @@ class Worker:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure what the plan says; the main process writes the result."""
+    """Measure the parts of the plan; the main process writes the result. Returns the exit code."""
     plan_file, result_file = map(Path, arguments)
     die_with_launcher()
     runtime.quiet_libraries()

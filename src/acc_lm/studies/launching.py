@@ -1,4 +1,4 @@
-"""Real launches, one after the other: what a user would type, its output in a file, and nothing left running behind it."""
+"""Real launches, one after the other: the command of a user, its output in a file, no process left running."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shows_output: bool = False,
 ) -> str | None:
-    """Run a program on so many processes and wait for its end; returns what went wrong.
+    """Run a program on `num_processes` processes and wait for its end; return the problem as one line, None on success.
 
-    What an earlier launch left in the environment is not handed on.
+    Environment variables left by an earlier launch are not passed on.
 
     Args:
         program: path of a script, or -m and a module, with its arguments.
-        config_file: of Accelerate; None: plain Python, one process.
-        log: what they print; of each further machine, in a file beside it.
-        seconds: after which they are ended.
-        num_machines: as many launchers, all of them here.
-        shows_output: what goes to stdout is passed on, and only the rest stands in the log.
+        config_file: Accelerate config; None: plain Python, one process.
+        log: file for the output; each further machine gets its own file next to it.
+        seconds: time limit in seconds, after which all processes are killed.
+        num_machines: number of launchers, all on this machine.
+        shows_output: pass stdout through; the log then has only stderr.
     """
     commands, held = [[sys.executable, *program]], socket.socket()
     if config_file is not None:
-        # Held until the end, so that nobody else is given the port; torch's store, which reuses addresses, still gets it.
+        # Bound until the end, so that no other process gets the port; torch's store reuses addresses and still gets it.
         held.bind(("127.0.0.1", 0))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         launcher = [
@@ -74,7 +74,7 @@ def launch(
 
 
 def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C comes to us alone; it does not outlive us."""
+    """Start a command in a new session, which Ctrl-C does not reach; on Linux it also ends when this process dies."""
     before = None
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -88,7 +88,7 @@ def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str,
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started."""
+    """Kill the process and all its descendants."""
     import psutil
 
     if process.poll() is not None:
@@ -102,8 +102,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    # Not by the Popen: a signal that interrupted its own waiting can have left its lock taken. Nor for its children, which
-    # are somebody else's once it is gone.
+    # Do not wait through the Popen: a signal that interrupted its wait can have left its lock taken. Do not wait for the
+    # children either: once it is gone, they belong to another process.
     with suppress(psutil.TimeoutExpired):
         process.returncode = family[-1].wait(timeout=10)
 
@@ -111,13 +111,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _what_it_says(log: Path, codes: list[int]) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
     ours = [line for line in lines if line.startswith("error: ")]
-    theirs = [line for line in lines if "Error: " in line] or lines  # behind a traceback a launcher prints its own
+    # After the program's traceback, a launcher prints its own.
+    theirs = [line for line in lines if "Error: " in line] or lines
     return (ours[:1] or theirs[-1:] or [f"exit codes {codes}"])[0]
 
 
 @contextmanager
 def signals_end_it() -> Iterator[None]:
-    """A SIGTERM is like a Ctrl-C: what was started is ended first."""
+    """Treat SIGTERM like Ctrl-C, so that started processes are ended first. A context manager."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -130,7 +131,7 @@ def signals_end_it() -> Iterator[None]:
 
 
 def num_accelerators() -> int:
-    """GPUs that launches from here would use."""
+    """Number of GPUs that launches from this process would use."""
     import torch
 
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on"):
@@ -139,10 +140,10 @@ def num_accelerators() -> int:
 
 
 def check_num_processes(count: int, key: str) -> None:
-    """Refuse more processes than GPUs where there are any; CPU processes share cores, and the tables say so.
+    """Refuse more processes than GPUs, if there are GPUs; CPU processes may share cores, which the tables report.
 
     Raises:
-        ConfigError: too many.
+        ConfigError: more processes than GPUs.
     """
     present = num_accelerators()
     if 0 < present < count:
@@ -153,10 +154,10 @@ def check_num_processes(count: int, key: str) -> None:
 
 
 def project_folder(verb: str) -> Path:
-    """The folder with `train.py`, `recipes/` and `accelerate_configs/`, which must be the current one.
+    """Folder with `train.py`, `recipes/` and `accelerate_configs/`, which must be the current directory.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `train.py` is not in the current directory.
     """
     root = Path.cwd()
     if not (root / "train.py").is_file():
@@ -167,7 +168,7 @@ def project_folder(verb: str) -> Path:
 
 
 def shared_cores(counts: Sequence[int]) -> list[str]:
-    """A sentence for each number of processes that has not a device for each of them."""
+    """A note for each number of processes that exceeds the CPU cores; empty where there are GPUs."""
     cores = os.cpu_count() or 1
     if num_accelerators():
         return []

@@ -1,29 +1,33 @@
-"""Text <-> ids: a tokenizer from the Hub or a folder, or one made from the training text."""
+"""Text <-> ids: a tokenizer from the Hub or a folder, or one built from the training text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from acc_lm.config import ModelConfig, TokenizerConfig
-from acc_lm.errors import ConfigError
+from acc_lm.errors import ConfigError, first_line
+from acc_lm.text.documents import Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+BATCH_CHARACTERS = 4_000_000  # characters of text that are encoded in one call
+
 
 END_TOKEN = "<|endoftext|>"
 PIECE = 1_000_000  # characters of one document that are encoded in one call
 
 
 def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The existing tokenizer that the recipe names; None when one is to be made from the text.
+    """Load the existing tokenizer that the recipe names; None if one is to be built from the text.
 
     Raises:
-        ConfigError: it is not there, is not a fast tokenizer, or has no end token.
+        ConfigError: the tokenizer cannot be loaded, is not a fast tokenizer, or has no end token.
     """
     name, revision, key = config.name_or_path, config.revision, "tokenizer.name_or_path"
     if name is None and model.name_or_path is not None:
@@ -55,12 +59,12 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTok
 
 
 def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """A byte-level BPE trained on `texts`, or a tokenizer of their characters, or of bytes."""
+    """Build a byte-level BPE trained on `texts`, a tokenizer of their characters, or a tokenizer of bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     if config.kind == "char":
-        # Characters that only held-out text has are spelt in bytes, so nothing is ever lost.
+        # Characters that occur only in held-out text are encoded as bytes, so nothing is ever lost.
         characters = sorted(set().union(*map(set, texts)))
         names = [END_TOKEN, *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
         backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True))
@@ -83,12 +87,12 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedT
         eos_token=END_TOKEN,
         bos_token=END_TOKEN,
         pad_token=END_TOKEN,
-        padding_side="left",  # an answer goes on from the last token of its row
+        padding_side="left",  # generation continues from the last token of a row
     )
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The tokenizer's backend for plain text: a special token that occurs in the text is text."""
+    """The tokenizer's backend for plain text: a special token that is spelled in the text is text."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
@@ -99,9 +103,10 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def pieces_of(text: str, encoder: Tokenizer) -> list[str]:
-    """A document in pieces that can be encoded one by one; in one piece for a tokenizer that marks where a text begins.
+    """Cut a document into pieces to encode one by one; a tokenizer that marks the start of a text gets one piece.
 
-    Cut before a line break that follows a letter or digit, where byte-level pre-tokenizers cut anyway.
+    The cut is before a line break that follows a letter or digit, where byte-level pre-tokenizers cut anyway, or after
+    `PIECE` characters if there is no such line break.
     """
     if len(text) <= PIECE or not encodes_pieces(encoder):
         return [text]
@@ -120,7 +125,7 @@ def pieces_of(text: str, encoder: Tokenizer) -> list[str]:
 
 
 def encodes_pieces(encoder: Tokenizer) -> bool:
-    """Whether pieces of a text have the ids that they have in the whole; sentencepiece's prefix would come before each."""
+    """True if the pieces of a text have the same ids as in the full text; sentencepiece adds its prefix to each piece."""
 
     def ids(text: str) -> list[int]:
         return list(encoder.encode(text, add_special_tokens=False).ids)
@@ -129,19 +134,20 @@ def encodes_pieces(encoder: Tokenizer) -> bool:
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Smallest vocabulary that holds every id of the tokenizer."""
+    """Smallest vocabulary size that covers every id of the tokenizer."""
     return max(len(tokenizer), 1 + max(int(i) for i in tokenizer.get_vocab().values()))
 
 
 def id_dtype(num_ids: int) -> type[np.unsignedinteger]:
-    """Smallest type that holds every id of a vocabulary of that size."""
+    """Smaller of uint16 and uint32 that holds every id of a vocabulary of this size."""
     return np.uint16 if num_ids <= 1 << 16 else np.uint32
 
 
 def token_bytes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """UTF-8 bytes of `text` that each of its tokens stands for; they sum to all of its bytes.
+    """UTF-8 bytes of `text` that each of its tokens stands for; their sum is the number of bytes of `text`.
 
-    A character that is spread over tokens counts with the first of them, what a normaliser drops with the next token.
+    A character spread over several tokens counts for the first of them; text that a normaliser drops counts for the next
+    token.
 
     Args:
         offsets: (start, end) of each token, in characters.
@@ -159,11 +165,56 @@ def token_bytes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     return np.diff(ends, prepend=0).astype(np.uint32)
 
 
-def first_line(error: BaseException) -> str:
-    """The first sentence of another library's error, for our one line."""
-    text = " ".join((str(error) or type(error).__name__).split())
-    return text[:200]
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
+
+
+def encode_documents(
+    documents: Iterator[Document], encoder: Any, end: int, *, with_bytes: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Triples (ids, bytes of each token, bytes of text) of a few documents each; the end token follows each document."""
+    encode = encoder.encode_batch if with_bytes else encoder.encode_batch_fast
+    for texts in _in_batches(documents):
+        pieces = [marked for text in texts for marked in _marked(text, encoder)]
+        ids: list[np.ndarray] = []
+        byte_counts: list[np.ndarray] = []
+        encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
+        for (piece, is_last), encoding in zip(pieces, encoded, strict=True):
+            ids.append(np.array(encoding.ids, dtype=np.uint32))
+            if with_bytes:
+                byte_counts.append(token_bytes(piece, encoding.offsets))
+            if is_last:
+                ids.append(np.array([end], dtype=np.uint32))
+                byte_counts.append(np.zeros(1, dtype=np.uint32))
+        num_bytes = sum(len(text.encode()) for text in texts)
+        yield np.concatenate(ids), np.concatenate(byte_counts), num_bytes
+
+
+def encode_each(
+    documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
+    """Triples (document, its ids with the end token last, bytes of each id): the material that rows are cut from."""
+    encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
+    assert isinstance(end, int)
+    for document in documents:
+        ((ids, byte_counts, _),) = encode_documents(iter([document]), encoder, end, with_bytes=True)
+        yield document, ids, byte_counts
+
+
+def _marked(text: str, encoder: Any) -> list[tuple[str, bool]]:
+    """Pairs (piece, True if it is the last) of a document."""
+    *pieces, last = pieces_of(text, encoder)
+    return [(piece, False) for piece in pieces] + [(last, True)]
+
+
+def _in_batches(documents: Iterator[Document]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    characters = 0
+    for document in documents:
+        texts.append(document.text)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts

@@ -1,4 +1,4 @@
-"""Numbers gone wrong: steps that are left out because their gradient is not finite, and losses that jump."""
+"""Divergence: skip steps with a non-finite gradient, detect loss spikes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from acc_lm.config import TrainingConfig
 from acc_lm.errors import DivergedError
-from acc_lm.order import RowOrder
-from acc_lm.step import StepResult
-from acc_lm.summary import write_json
+from acc_lm.files import write_json
+from acc_lm.rows.order import RowOrder
+from acc_lm.training.step import StepResult
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
     from acc_lm.runtime import Gradients
 
 WINDOW, ENOUGH = 64, 16
-"""Losses that a new one is compared with, at most and at least."""
+"""Largest and smallest number of recent losses that a new one is compared with."""
 LEAST_JUMP = 0.1
-"""A loss that is above the median by less than this share of it is no spike, however quiet the run is."""
+"""Smallest spike, as a share of the median: a loss above the median by less is no spike, however quiet the run is."""
 MOST_REWINDS = 3
 ADVICE = "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before"
 
 
 class Watch:
-    """Looks at the losses and gradients of all steps since it last did; only a look waits for the device.
+    """Monitor of the losses and gradients of all steps.
+
+    `look` checks the steps since its last call, and only `look` waits for the device.
 
     Args:
-        num_skipped: steps that the run has left out so far.
-        before: what `state` held when the checkpoint was saved.
+        num_skipped: steps so far that were skipped or rewound.
+        before: contents of `state` when the checkpoint was saved.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class Watch:
     ) -> None:
         before = before or {}
         self.num_skipped = num_skipped
-        """Steps that changed nothing: skipped, or rewound."""
+        """Number of steps without effect on the weights: skipped, or rewound."""
         self.sums = (0.0, 0)
-        """Summed loss and targets of all steps with a finite loss since somebody set it to 0; added one by one, in order."""
+        """(summed loss, targets) of all steps with a finite loss since `Epochs` last reset it, added in order."""
         self._accelerator, self._gradients, self._config = accelerator, gradients, config
         self._order, self._output_dir = order, output_dir
         self._unread: list[tuple[Tensor, int]] = []
@@ -63,25 +65,27 @@ class Watch:
         self._loss = math.nan
         self._in_spike = False
         self._rewinds = (0, 0)
-        """(the step that was rewound to, how often in a row)."""
+        """(step that was rewound to, number of rewinds to it in a row)."""
         self._lines: list[str] = []
 
     @property
     def state(self) -> dict[str, Any]:
-        """Losses that the next one is compared with, and the number of steps skipped in a row; a checkpoint keeps both, so that a
-        resumed run sees the same."""
+        """Losses that the next one is compared with, and the number of steps skipped in a row.
+
+        A checkpoint keeps both, so that a resumed run detects the same.
+        """
         return {"recent_losses": list(self._recent), "skipped_in_a_row": self._skipped_in_a_row}
 
     def news(self) -> list[str]:
-        """A line for everything unusual since the last call."""
+        """Lines about unusual events since the last call: skipped steps, spikes, rewinds."""
         lines, self._lines = self._lines, []
         return lines
 
     def note(self, step: int, outcome: StepResult) -> bool:
-        """Take a step in; True when its loss jumped and the run is to rewind. Every process calls.
+        """Record a step; return True when its loss spiked and the run must rewind. Every process calls.
 
         Raises:
-            DivergedError: it jumped and the recipe says stop.
+            DivergedError: the loss spiked and the recipe says stop, or one of the errors of `look`.
         """
         self._unread.append((outcome.nll, outcome.num_targets))
         if self._config.on_spike in ("ignore", "warn"):
@@ -94,10 +98,12 @@ class Watch:
         return self._in_spike
 
     def look(self, step: int) -> float:
-        """The loss of the global batch of `step`, the last one noted. Waits for the device; every process calls.
+        """Check all unread steps; return the loss of the global batch of `step`, the last one noted.
+
+        Waits for the device; every process calls.
 
         Raises:
-            DivergedError: too many steps in a row were skipped, or a loss is not finite though its gradient is.
+            DivergedError: too many steps in a row were skipped, or a loss is non-finite although its gradient is finite.
         """
         if not self._unread:
             return self._loss
@@ -108,7 +114,7 @@ class Watch:
                 self.sums = (self.sums[0] + nll, self.sums[1] + num_targets)
         self._unread = []
         by_step = self._gradients.not_finite()
-        # The scaler of fp16 finds the scale of the loss by gradients that overflow: no fault until the scale is used up.
+        # The fp16 loss scaler finds its scale through gradients that overflow: no error while the scale is at least 1.
         finds_scale = self._accelerator.mixed_precision == "fp16" and any(by_step) and self._gradients.loss_scale >= 1
         for number, loss, names in zip(range(step + 1 - len(losses), step + 1), losses, by_step, strict=True):
             self._loss = loss
@@ -139,7 +145,8 @@ class Watch:
         was_in_spike, self._in_spike = self._in_spike, False
         if self._config.on_spike != "ignore" and len(self._recent) >= ENOUGH:
             median = statistics.median(self._recent)
-            spread = 1.4826 * statistics.median(abs(other - median) for other in self._recent)  # of a normal one
+            # The median absolute deviation, scaled to the standard deviation of a normal distribution.
+            spread = 1.4826 * statistics.median(abs(other - median) for other in self._recent)
             jump = loss - median
             self._in_spike = jump > max(self._config.spike_threshold * spread, LEAST_JUMP * median)
             if self._in_spike and not was_in_spike:
@@ -150,10 +157,12 @@ class Watch:
         self._recent.append(loss)
 
     def rewound(self, step: int, to: int, num_skipped: int, recent_losses: Iterable[float]) -> None:
-        """The weights are those of step `to` again, the position in the data that of `step`. Every process calls.
+        """Record that the weights are those of step `to` again, while the position in the data stays at `step`.
+
+        Every process calls.
 
         Raises:
-            DivergedError: that has not helped several times.
+            DivergedError: more than `MOST_REWINDS` rewinds to this step have not helped.
         """
         self._rewinds = (to, self._rewinds[1] + 1 if self._rewinds[0] == to else 1)
         self.num_skipped, self._in_spike = num_skipped, False

@@ -1,128 +1,114 @@
-"""`train.py --dry-run`: everything a run will do, once, on the engine it will run on."""
+"""`train.py --dry-run`: run every stage of a run once, on the engine of that run."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from acc_lm.checkpoint import load_checkpoint, weights_digest
-from acc_lm.config import Config
-from acc_lm.divergence import Watch
+from acc_lm.checkpointing.format import open_checkpoint
+from acc_lm.checkpointing.loading import load_checkpoint, weights_digest
+from acc_lm.checkpointing.saving import save_checkpoint
 from acc_lm.errors import CheckpointError
-from acc_lm.evaluation import evaluate_all
-from acc_lm.optimizer import set_learning_rate
-from acc_lm.order import MicroBatches, RowOrder
+from acc_lm.evaluation.held_out import evaluate_all
+from acc_lm.optimization.optimizer import set_learning_rate
 from acc_lm.progress import Progress
-from acc_lm.retention import open_checkpoint
-from acc_lm.rows import build_loader
-from acc_lm.runtime import Gradients, on_main, split_global_batch
-from acc_lm.saving import save_checkpoint
-from acc_lm.step import in_steps, train_step
+from acc_lm.rows.loader import build_loader
+from acc_lm.runtime import Gradients, on_main
+from acc_lm.training.divergence import Watch
+from acc_lm.training.step import in_steps, train_step
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from acc_lm.data import Data
-    from acc_lm.router import Router
+    from acc_lm.training.run import Run
 
 
-def try_everything(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: Any,
-    data: Data,
-    order: RowOrder,
-    config: Config,
-    router: Router | None = None,
-) -> None:
-    """One step, one evaluation, one save, and one load after which every tensor is bit for bit what was saved.
+def try_everything(run: Run) -> None:
+    """Run one step, one evaluation, one save and one load; check that the load restores all tensors bit for bit.
 
-    Every process calls. Nothing is left on disk, and nothing that exists there is touched.
+    Every process calls. Files go to `dry-run` in the output folder and are removed at the end; no other file is touched.
 
     Raises:
-        CheckpointError: what was loaded is not what was saved.
+        CheckpointError: the loaded tensors differ from the saved ones, or a step changed no weight.
     """
-    work = Path(config.output_dir) / "dry-run"
-    progress = Progress()
-    micro_batch_size, accumulation = split_global_batch(config.training, accelerator.num_processes)
-    places = MicroBatches(
-        order,
-        micro_batch_size=micro_batch_size,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        first_step=1,
-        last_step=2,
-        lengths=data.padded_lengths,
-    )
-    steps = in_steps(build_loader(data.train, places, 0, pin_memory=accelerator.device.type == "cuda"), accumulation)
-    gradients = Gradients(accelerator, model)
-    watch = Watch(accelerator, gradients, config.training.model_copy(update={"max_nonfinite_steps": 1}), order, work)
+    accelerator, work = run.accelerator, run.output_dir / "dry-run"
     on_main(accelerator, lambda: work.mkdir(parents=True, exist_ok=True))
-    saved: dict[str, Any] = {}
-
-    def timed(what: str, work: Callable[[], str]) -> None:
-        started = time.monotonic()
-        line = f"dry run: {what:9}{work()}"
-        if accelerator.is_main_process:
-            print(f"{line}  ({time.monotonic() - started:.1f} s)", flush=True)
-
-    def step(number: int) -> str:
-        nonlocal progress
-        rows = order.rows_at(number)
-        set_learning_rate(optimizer, config.optimizer.learning_rate)
-        outcome = train_step(
-            accelerator,
-            model,
-            optimizer,
-            next(steps),
-            step=number,
-            seed=config.seed,
-            num_targets=data.train.count_targets(rows),
-            max_grad_norm=config.optimizer.max_grad_norm,
-            gradients=gradients,
-            router=router,
-        )
-        progress = progress.advance(rows, outcome.num_targets)
-        watch.note(number, outcome)
-        return f"loss {watch.look(number):.4f}, gradient norm {float(outcome.grad_norm):.4f}"
-
-    def evaluate() -> str:
-        num_rows = config.training.global_batch_size
-        result = evaluate_all(accelerator, model, data, micro_batch_size, num_rows)
-        sets = "".join(f", {name} {of_set.loss:.4f}" for name, of_set in result.sets.items())
-        return f"loss {result.held_out.loss:.4f}{sets} on {num_rows} rows"
-
-    def save() -> str:
-        saved["digest"] = weights_digest(accelerator, model, optimizer)
-        saved["folder"] = save_checkpoint(accelerator, work, model, optimizer, progress, config, data.key)
-        size = on_main(accelerator, lambda: sum(file.stat().st_size for file in saved["folder"].iterdir()))
-        return f"{size / 1e6:.1f} MB in {accelerator.num_processes} parts"
-
-    def load() -> str:
-        step(2)  # everything changes
-        if weights_digest(accelerator, model, optimizer) == saved["digest"]:
-            raise CheckpointError("a step must change the weights, got the same ones; look at optimizer.learning_rate")
-        load_checkpoint(accelerator, open_checkpoint(saved["folder"]), model, optimizer)
-        if weights_digest(accelerator, model, optimizer) != saved["digest"]:
-            raise CheckpointError("a loaded checkpoint must be what was saved, bit for bit, got other tensors")
-        return "after another step, every tensor is bit for bit what was saved"
-
+    trial = _Trial(run, work)
+    stages = (("step", lambda: trial.step(1)), ("evaluate", trial.evaluate), ("save", trial.save), ("load", trial.load))
     try:
-        with data.reading(order, 0, None, accelerator.process_index, accelerator.num_processes):
-            timed("step", lambda: step(1))
-            timed("evaluate", evaluate)
-            timed("save", save)
-            timed("load", load)
+        with run.data.reading(run.plan.order, 0, None, accelerator.process_index, accelerator.num_processes):
+            for name, stage in stages:
+                started = time.monotonic()
+                line = f"dry run: {name:9}{stage()}"
+                if accelerator.is_main_process:
+                    print(f"{line}  ({time.monotonic() - started:.1f} s)", flush=True)
     finally:
         if accelerator.is_main_process:
             shutil.rmtree(work, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty: a run has been here
+            with contextlib.suppress(OSError):  # not empty: a run has written here
                 work.parent.rmdir()
     if accelerator.is_main_process:
         print("dry run: everything works here; nothing was kept")
+
+
+class _Trial:
+    """Stages of a dry run; each returns the line to print. Every process calls."""
+
+    def __init__(self, run: Run, work: Path) -> None:
+        self._run, self._work, self._progress = run, work, Progress()
+        accelerator, data, training = run.accelerator, run.data, run.config.training
+        loader = build_loader(data.train, run.micro_batches(2), 0, pin_memory=accelerator.device.type == "cuda")
+        self._steps = in_steps(loader, accelerator.gradient_accumulation_steps)
+        self._gradients = Gradients(accelerator, run.model)
+        training = training.model_copy(update={"max_nonfinite_steps": 1})
+        self._watch = Watch(accelerator, self._gradients, training, run.plan.order, work)
+        self._saved, self._digest = work, ""
+
+    def step(self, number: int) -> str:
+        run = self._run
+        rows = run.plan.order.rows_at(number)
+        set_learning_rate(run.optimizer, run.config.optimizer.learning_rate)
+        outcome = train_step(
+            run.accelerator,
+            run.model,
+            run.optimizer,
+            next(self._steps),
+            step=number,
+            seed=run.config.seed,
+            num_targets=run.data.train.count_targets(rows),
+            max_grad_norm=run.config.optimizer.max_grad_norm,
+            gradients=self._gradients,
+            router=run.model_facts.router,
+        )
+        self._progress = self._progress.advance(rows, outcome.num_targets)
+        self._watch.note(number, outcome)
+        return f"loss {self._watch.look(number):.4f}, gradient norm {float(outcome.grad_norm):.4f}"
+
+    def evaluate(self) -> str:
+        run, num_rows = self._run, self._run.config.training.global_batch_size
+        result = evaluate_all(run.accelerator, run.model, run.data, run.micro_batch_size, num_rows)
+        sets = "".join(f", {name} {of_set.loss:.4f}" for name, of_set in result.sets.items())
+        return f"loss {result.held_out.loss:.4f}{sets} on {num_rows} rows"
+
+    def save(self) -> str:
+        run, self._digest = self._run, self._weights()
+        saved = save_checkpoint(
+            run.accelerator, self._work, run.model, run.optimizer, self._progress, run.config, run.data.key
+        )
+        self._saved = saved
+        size = on_main(run.accelerator, lambda: sum(file.stat().st_size for file in saved.iterdir()))
+        return f"{size / 1e6:.1f} MB in {run.accelerator.num_processes} parts"
+
+    def load(self) -> str:
+        run = self._run
+        self.step(2)  # changes all weights and moments
+        if self._weights() == self._digest:
+            raise CheckpointError("a step must change the weights, got the same ones; look at optimizer.learning_rate")
+        load_checkpoint(run.accelerator, open_checkpoint(self._saved), run.model, run.optimizer)
+        if self._weights() != self._digest:
+            raise CheckpointError("a loaded checkpoint must be what was saved, bit for bit, got other tensors")
+        return "after another step, every tensor is bit for bit what was saved"
+
+    def _weights(self) -> str:
+        return weights_digest(self._run.accelerator, self._run.model, self._run.optimizer)

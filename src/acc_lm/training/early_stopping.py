@@ -1,4 +1,4 @@
-"""When a run ends before its last step: no evaluation was better than the best one for a while."""
+"""Early stopping: end a run when evaluations have not improved on the best one for a while."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from acc_lm.checkpointing.format import Checkpoint
 from acc_lm.config import TrainingConfig
-from acc_lm.history import gain
-from acc_lm.retention import Checkpoint
+from acc_lm.run_files.metrics_file import gain
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a checkpoint remembers of the evaluations before it."""
+    """State that a checkpoint keeps of the evaluations before it."""
 
     metric: str
     best: float = math.nan
-    """Value that others must improve on; nan: none yet."""
+    """Best value so far, which a later one must improve on; nan: none yet."""
     best_step: int = 0
     num_worse: int = 0
-    """Evaluations in a row that did not."""
+    """Number of evaluations in a row without an improvement."""
     step: int = 0
-    """Of the last evaluation that was counted."""
+    """Step of the last evaluation that was counted."""
 
 
 class EarlyStopping:
-    """Counts the evaluations that brought no improvement; a function of their values alone, so of no interruption.
+    """Counter of evaluations in a row without an improvement, which depends on their values alone, not on interruptions.
 
     Args:
-        metric: that says what is better, as in `checkpoint.best_metric`.
-        checkpoint: that the run goes on from; one of another metric counts from here on.
+        metric: name of the metric to improve, as in `checkpoint.best_metric`.
+        checkpoint: checkpoint that the run resumes from; a count of another metric is dropped.
     """
 
     def __init__(self, config: TrainingConfig, metric: str, checkpoint: Checkpoint | None) -> None:
@@ -42,12 +42,12 @@ class EarlyStopping:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; JSON has no nan."""
+        """State to keep in the checkpoint; a best value of nan becomes None, because JSON has no nan."""
         best = None if math.isnan(self._standing.best) else self._standing.best
         return {"early_stopping": asdict(self._standing) | {"best": best}}
 
     def count(self, step: int, metrics: dict[str, float]) -> None:
-        """Take in the evaluation at this step, once."""
+        """Count the evaluation at this step; a step that was counted before is ignored."""
         now = self._standing
         if step <= now.step:
             return
@@ -60,7 +60,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run is over; None while it is not."""
+        """Reason why the run ends; None while it continues."""
         now = self._standing
         if self._patience is None or now.num_worse < self._patience:
             return None

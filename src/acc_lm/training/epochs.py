@@ -1,6 +1,7 @@
-"""The report that ends each pass over the training rows: its loss over all targets, the evaluation, the rate, the time.
+"""Report at the end of each pass over the training rows: training loss, evaluation, learning rate and time.
 
-A step that begins in one pass and ends in the next counts for the one that it ends.
+The training loss is the mean over all targets of the pass. A step that begins in one pass and ends in the next counts for
+the pass that it ends.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from acc_lm import history
-from acc_lm.divergence import Watch
-from acc_lm.order import RowOrder
-from acc_lm.retention import Checkpoint
+from acc_lm.checkpointing.format import Checkpoint
+from acc_lm.rows.order import RowOrder
+from acc_lm.run_files import metrics_file
+from acc_lm.training.divergence import Watch
 
 
 class Epochs:
-    """Knows which steps end a pass, and what is to be told of it.
+    """Metrics of each pass over the training rows, at the step that ends it.
 
     Args:
-        watch: whose sums a checkpoint keeps through `state`, so that an interruption changes nothing.
-        checkpoint: that the run goes on from.
+        watch: source of the loss sums; `state` keeps them in checkpoints, so that an interruption changes nothing.
+        checkpoint: checkpoint that the run resumes from; None for a new run.
     """
 
     def __init__(self, order: RowOrder, watch: Watch, output_dir: Path, checkpoint: Checkpoint | None) -> None:
@@ -32,15 +33,15 @@ class Epochs:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; the watch must have looked at the last step."""
+        """State to keep in the checkpoint; `watch.look` must have been called for the last step."""
         nll, targets = self._watch.sums
         seconds = time.monotonic() - self._began
         return {"epoch": {"first_step": self._first_step, "nll": nll, "targets": targets, "seconds": seconds}}
 
     def end(self, step: int, learning_rate: float) -> dict[str, float]:
-        """What is to be told of the pass that this step completes; nothing when it completes none, or that was told.
+        """Metrics of the pass that this step completes; empty when it completes none, or the pass was already reported.
 
-        Only the steps since the last report count, and of those only the ones with a finite loss. Every process calls.
+        Only steps since the last report with a finite loss count. Every process calls.
         """
         if not self._order.completes_epochs(step, 1) or self._first_step > step:
             return {}
@@ -50,11 +51,11 @@ class Epochs:
         metrics = {"epoch/number": float(number), "epoch/learning_rate": learning_rate}
         if targets:
             metrics["epoch/train_loss"] = nll / targets
-        record = history.read(self._output_dir)
-        steps, losses = history.series(record, "eval/loss")
+        record = metrics_file.read(self._output_dir)
+        steps, losses = metrics_file.series(record, "eval/loss")
         if steps and steps[-1] >= self._first_step:
             metrics["epoch/eval_loss"] = losses[-1]
         metrics["epoch/seconds"] = time.monotonic() - self._began
         self._first_step, self._watch.sums, self._began = step + 1, (0.0, 0), time.monotonic()
-        # Told when the run that this one repeats had gone on to here, and was killed before it saved.
+        # Already reported if an earlier resume from this checkpoint did so and was killed before its next save.
         return {} if any(entry["step"] == step for entry in record if "epoch/number" in entry) else metrics

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from acc_lm.router import Router, RouterLoss
-from acc_lm.rows import Batch
+from acc_lm.modeling.router import Router, RouterLoss
+from acc_lm.rows.batch import Batch, to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors stay on the device: reading one synchronises, so only a step that is logged is read."""
+    """Result of one step; its tensors stay on the device, because reading one synchronises.
+
+    They are read only when a step is logged or checked.
+    """
 
     nll: Tensor
     """Summed loss of this process's targets, scalar, nats."""
@@ -49,16 +52,17 @@ def train_step(
     """Accumulate over this process's micro-batches, clip and update.
 
     Engines average gradients over processes, and `backward` divides by the number of micro-batches. Both are undone and
-    the sum of losses is divided by the targets of the global batch, so no split into micro-batches and processes shows.
+    the sum of losses is divided by the targets of the global batch, so the result does not depend on the split into
+    micro-batches and processes.
 
     Args:
-        micro_batches: as many as `accelerator.gradient_accumulation_steps`.
-        step: first = 1; with `seed` it decides the dropout masks, so that a resumed run draws the same ones.
-        num_targets: in the global batch, over all processes.
-        max_grad_norm: None for no clipping.
-        gradients: of this model.
-        router: of a mixture of experts, whose load-balancing loss is added. An exact one must know where all tokens of the
-            global batch go before the first backward: a forward pass of its own, unless there is one micro-batch.
+        micro_batches: this process's `accelerator.gradient_accumulation_steps` micro-batches.
+        step: number of the step, first = 1; with `seed` it decides the dropout masks, so that a resumed run draws the same.
+        num_targets: targets in the global batch, over all processes.
+        max_grad_norm: norm to clip the gradient to; None: no clipping.
+        gradients: gradients of this model.
+        router: router of a mixture of experts, whose load-balancing loss is added. An exact router must know the experts of
+            all tokens of the global batch before the first backward, so several micro-batches need an extra forward pass.
     """
     num_parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
     scale = num_parts / max(num_targets, 1)
@@ -101,7 +105,7 @@ def _count_choices(
     seed_masks: Callable[[int], None],
     num_choices: int,
 ) -> Tensor:
-    """Times that this process's micro-batches choose each expert, int64 [E], under the dropout masks that they will have."""
+    """Number of times this process's micro-batches choose each expert, int64 [E], under the step's dropout masks."""
     choices_E: Tensor | None = None
     for i, batch in enumerate(micro_batches):
         seed_masks(i)
@@ -112,20 +116,16 @@ def _count_choices(
     return choices_E
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
 def set_random_state(state: int, device: torch.device) -> None:
-    """`torch.manual_seed` for the CPU and this device alone.
+    """Seed the random generators of the CPU and this device alone.
 
-    That one, for each kind of device that is not here, notes down the call with the whole Python stack: a tenth of a
-    millisecond, in every step.
+    `torch.manual_seed` also records the call, with the full Python stack, for each kind of device that is absent, which
+    takes a tenth of a millisecond per call.
     """
     torch.default_generator.manual_seed(state)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        getattr(module, "manual_seed_all", module.manual_seed)(state)  # a Mac has one GPU and no word for all
+        getattr(module, "manual_seed_all", module.manual_seed)(state)  # a Mac has one GPU and no manual_seed_all
 
 
 def _random_state(seed: int, step: int, micro_batch: int, process: int) -> int:
@@ -134,7 +134,7 @@ def _random_state(seed: int, step: int, micro_batch: int, process: int) -> int:
 
 
 def in_steps(batches: Iterable[Batch], num_micro_batches: int) -> Iterator[Iterator[Batch]]:
-    """The micro-batches of one step after the other."""
+    """Group batches into steps: one iterator over `num_micro_batches` micro-batches per step."""
     iterator = iter(batches)
     for first in iterator:
         yield _one_step(first, iterator, num_micro_batches)

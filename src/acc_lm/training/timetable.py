@@ -1,17 +1,17 @@
-"""What is due after which step."""
+"""Timetable of a run: logs, evaluations and saves that are due after a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from acc_lm.config import Config
-from acc_lm.order import RowOrder
 from acc_lm.progress import is_due
+from acc_lm.rows.order import RowOrder
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """A pure function of the step: the same for every process, and for a run that goes on."""
+    """Due events as pure functions of the step: the same on every process and in a resumed run."""
 
     config: Config
     order: RowOrder
@@ -31,6 +31,6 @@ class Timetable:
         return by_steps or self.order.completes_epochs(step, checkpoint.every_epochs)
 
     def metrics(self, step: int) -> set[str]:
-        """One name of each record that a step has beside its training metrics."""
+        """Name of one metric for each record that a step has in addition to its training metrics."""
         ends_epoch = self.order.completes_epochs(step, 1)
         return {name for name, due in (("eval/loss", self.evaluates(step)), ("epoch/number", ends_epoch)) if due}

@@ -1,1 +1,1 @@
-"""Local modules for the `evaluate` library, to be named by path: nothing is fetched. `acc-lm evaluate` uses some of them."""
+"""Local modules for the `evaluate` library, loaded by path without a download; `acc-lm evaluate` uses some of them."""

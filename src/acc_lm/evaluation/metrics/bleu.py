@@ -1,6 +1,6 @@
 """BLEU of a corpus by the sacrebleu library, as a module of the `evaluate` library.
 
-metric = evaluate.load("src/acc_lm/evaluate_modules/bleu.py")
+metric = evaluate.load("src/acc_lm/evaluation/metrics/bleu.py")
 metric.compute(predictions=["a cat sat"], references=[["the cat sat", "a cat was sitting"]])
 """
 
@@ -18,7 +18,7 @@ Args:
 
 
 class Bleu(evaluate.Metric):
-    """0 to 100, 100 is best."""
+    """Corpus BLEU, 0 to 100; 100 is best."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
@@ -31,7 +31,7 @@ class Bleu(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, float]:
-        # sacrebleu wants the first references of all, then the second ones; None where there is none.
+        # sacrebleu expects the first reference of every prediction, then the second ones; None where there is none.
         count = max(map(len, references))
         streams = [[texts[n] if n < len(texts) else None for texts in references] for n in range(count)]
         return {"bleu": float(sacrebleu.corpus_bleu(predictions, streams).score)}

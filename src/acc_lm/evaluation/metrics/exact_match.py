@@ -1,6 +1,6 @@
 """Share of answers that are one of their references, as a module of the `evaluate` library.
 
-    metric = evaluate.load("src/acc_lm/evaluate_modules/exact_match.py")
+    metric = evaluate.load("src/acc_lm/evaluation/metrics/exact_match.py")
     metric.compute(predictions=["Paris"], references=[["Paris", "paris"]])
 
 White space at the ends does not count; everything else does.
@@ -18,7 +18,7 @@ Args:
 
 
 class ExactMatch(evaluate.Metric):
-    """0 to 1, 1 is best."""
+    """Share of exact matches, 0 to 1; 1 is best."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

@@ -1,10 +1,10 @@
 """Loss, perplexity, token accuracy and bits per byte from sums, as a module of the `evaluate` library.
 
-    metric = evaluate.load("src/acc_lm/evaluate_modules/language_modeling.py")
+    metric = evaluate.load("src/acc_lm/evaluation/metrics/language_modeling.py")
     metric.add(nll=812.4, num_targets=300, num_correct=120, num_bytes=1100)      # once per batch or document
     metric.compute()
 
-Add sums, not means: everything is added up first and divided once, so no way to cut the text into batches shows.
+Add sums, not means: all sums are added first and divided once, so the result does not depend on the batches.
 """
 
 import math
@@ -25,7 +25,7 @@ Args:
 
 
 class LanguageModeling(evaluate.Metric):
-    """The quantities of acc-lm's own evaluation."""
+    """Metrics of acc-lm's own evaluation."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

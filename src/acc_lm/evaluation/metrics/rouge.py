@@ -1,6 +1,6 @@
 """ROUGE-1, ROUGE-2 and ROUGE-L by the rouge_score library, as a module of the `evaluate` library.
 
-metric = evaluate.load("src/acc_lm/evaluate_modules/rouge.py")
+metric = evaluate.load("src/acc_lm/evaluation/metrics/rouge.py")
 metric.compute(predictions=["a cat sat"], references=[["the cat sat", "a cat was sitting"]])
 """
 
@@ -19,7 +19,7 @@ KINDS = ["rouge1", "rouge2", "rougeL"]
 
 
 class Rouge(evaluate.Metric):
-    """0 to 1, 1 is best."""
+    """Mean ROUGE F-measures, 0 to 1; 1 is best."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

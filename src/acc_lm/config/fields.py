@@ -1,0 +1,103 @@
+"""Types of a recipe's fields, with the errors that they raise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from datetime import date
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def as_tuple(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def no_number(value: Any) -> Any:
+    if type(value) in (int, float):  # 1 == True
+        raise ValueError(f"must be true, false or a word, got {value}; change it")
+    return value
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        raise ValueError("must hold finite numbers, got one that is not; write a number") from None
+    return value
+
+
+Settings = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Arguments of a library, by its own names; numbers must be finite, because a run stores them as JSON."""
+_STRING_LIST = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
+Strings = Annotated[tuple[str, ...], BeforeValidator(as_tuple), WithJsonSchema(_STRING_LIST)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _at_home(value: str) -> str:
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"must start with the home folder of a user of this machine, got {value!r}; write the path out"
+        )
+    return expanded
+
+
+Place = Annotated[str, AfterValidator(_at_home)]
+"""Path, in which ~ is the home folder, or name on the Hub."""
+Folder = Annotated[Place, AfterValidator(os.path.normpath)]
+
+
+def _as_day(value: Any) -> Any:
+    return value.isoformat() if type(value) is date else value  # YAML has a date type of its own
+
+
+def _day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; change it") from None
+
+
+Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
+
+
+def _name_in_tracker(value: str) -> str:
+    if not 0 < len(value) <= 128:
+        raise ValueError(f"must have 1 to 128 characters, got {len(value)}; trackers take no others")
+    return value
+
+
+def folder_name(value: str) -> str:
+    if value in (".", "..") or set(value) & set("/\\#?%:"):
+        raise ValueError(
+            f"must be a name without / \\ # ? % and :, got {value!r}; change it (TensorBoard makes a folder of it)"
+        )
+    return value
+
+
+NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+EVALUATION_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
+"""Metrics of the held-out text and of each evaluation set."""
+NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """Multiples of `of` just below and above `number`, for an error message."""
+    below = number // of * of
+    return ", ".join(str(n) for n in (below, below + of) if n > 0)

@@ -1,0 +1,183 @@
+"""Sections `training`, `optimizer` and `schedule` of a recipe."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from acc_lm.config.fields import (
+    Beta,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    Rate,
+    Section,
+    Settings,
+    as_tuple,
+    nearest_multiples,
+)
+
+
+class TrainingConfig(Section):
+    """Length of the run, batch sizes, precision, logging, evaluation, and conditions that end the run early."""
+
+    max_steps: PositiveInt | None = None
+    """Optimizer steps; give this or `num_epochs`."""
+    num_epochs: PositiveFloat | None = None
+    """Passes over the training rows; give this or `max_steps`."""
+    global_batch_size: PositiveInt = 16
+    """Rows per optimizer step, over all processes."""
+    micro_batch_size: PositiveInt = 16
+    """Maximum number of rows per forward pass of one process; affects memory, never the result."""
+    find_micro_batch_size: bool = False
+    """Before the first step, try a full micro-batch and reduce it until it fits on all processes; the global batch stays the same."""
+    mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
+    """Compute precision; null: that of the Accelerate config."""
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """torchao's fp8 scaling recipe: by tensor (fastest), by row, or by row with the weights' gradients in 16 bits."""
+    allow_tf32: bool = False
+    """Let fp32 matrix products use TF32 on GPUs that have it."""
+    cudnn_attention: bool = True
+    """Use cuDNN's attention on Hopper GPUs wherever it can replace another kernel; changes nothing but rounding."""
+    deterministic: bool = False
+    """Use only deterministic kernels (slower on a GPU)."""
+    log_every: PositiveInt = 10
+    """Period of the training log, in steps."""
+    eval_every: PositiveInt | None = 100
+    """Period of the evaluation, in steps; null: none by steps. The last step is always evaluated."""
+    eval_every_epochs: PositiveFloat | None = None
+    """Period of the evaluation, in passes over the training rows, in addition to `eval_every`; null: none."""
+    eval_batches: PositiveInt | None = None
+    """Number of batches of `global_batch_size` rows to evaluate on, also for each evaluation set; null: all held-out rows."""
+    early_stopping_patience: PositiveInt | None = None
+    """Number of evaluations in a row without an improvement of `checkpoint.best_metric` that end the run; null: never."""
+    early_stopping_min_improvement: Rate = 0.0
+    """Amount that an improvement over the best evaluation must exceed to count, in the metric's own unit."""
+    max_nonfinite_steps: PositiveInt = 3
+    """Number of steps in a row with a non-finite gradient that end the run; such a step is skipped and changes no weight."""
+    on_spike: Literal["ignore", "warn", "rewind", "stop"] = "warn"
+    """Reaction to a loss spike. rewind: return to the weights of the last checkpoint and continue with the data after the spike; rewind and stop check every step."""
+    spike_threshold: PositiveFloat = 10.0
+    """Threshold of a spike: a loss above the median of the last 64 steps by more than this many of their robust standard deviations, and by more than 10 %."""
+    max_minutes: PositiveFloat | None = None
+    """Time limit, in minutes since the start, after which the run saves and stops; run the same command to resume. null: none."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> TrainingConfig:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            got = "neither" if self.max_steps is None else "both"
+            raise ValueError(
+                f"must have exactly one of max_steps and num_epochs, got {got}; set training.max_steps or training.num_epochs to null"
+            )
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size must be a multiple of micro_batch_size {self.micro_batch_size}, "
+                f"got {self.global_batch_size}; nearest: {nearest_multiples(self.global_batch_size, self.micro_batch_size)}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW or Muon, with weight decay on all weights but biases and norms, and clipping by the global norm."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: adamw, or muon for the weights of the hidden layers with AdamW for embeddings, head, norms and biases."""
+    learning_rate: PositiveFloat = 3e-3
+    """Peak learning rate; Muon's updates are as large as AdamW's, so one rate serves both."""
+    adamw_learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the parameters that muon leaves to AdamW, on the same schedule; null: `learning_rate`."""
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment, per step."""
+    epsilon: PositiveFloat = 1e-8
+    """Constant added to the square root of AdamW's second moment."""
+    momentum: Beta = 0.95
+    """Decay of Muon's momentum (Nesterov's), per step."""
+    weight_decay: Rate = 0.1
+    """Decoupled weight decay, per unit of learning rate; not on biases and norms."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Global norm to which larger gradients are scaled down; null: no clipping."""
+
+    @model_validator(mode="after")
+    def _two_rates_need_two_optimizers(self) -> OptimizerConfig:
+        if self.name == "adamw" and self.adamw_learning_rate is not None:
+            raise ValueError(
+                f"adamw_learning_rate must be null for adamw, got {self.adamw_learning_rate}; set learning_rate, or name=muon"
+            )
+        return self
+
+
+SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "cosine",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "cosine_warmup_with_min_lr",
+    "inverse_sqrt",
+    "linear",
+    "polynomial",
+    "warmup_stable_decay",
+)
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a function of the optimizer step, by transformers' schedules."""
+
+    name: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
+    """Name of a schedule in transformers; `cosine` with a `min_learning_rate` becomes `cosine_with_min_lr`."""
+    warmup_steps: Count = 30
+    """Number of steps over which the rate rises linearly from 0."""
+    min_learning_rate: Rate = 0.0
+    """Learning rate at the end of the schedule, for the cosine schedules that take one."""
+    arguments: Settings = {}
+    """Further arguments of the schedule, e.g. num_decay_steps, num_cycles, power."""
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    """Scaling of the learning rates by `training.global_batch_size` / `reference_batch_size` (linear), or by its square root (sqrt)."""
+    reference_batch_size: PositiveInt | None = None
+    """Global batch size, in rows, for which `optimizer.learning_rate` was chosen; set only with `scale_learning_rate`."""
+
+    @model_validator(mode="after")
+    def _scale_has_a_reference(self) -> ScheduleConfig:
+        if (self.scale_learning_rate == "none") != (self.reference_batch_size is None):
+            raise ValueError(
+                f"reference_batch_size must be set with scale_learning_rate, and only then, got {self.reference_batch_size} with "
+                f"{self.scale_learning_rate}; it is the global batch size that optimizer.learning_rate was chosen for"
+            )
+        return self
+
+    def scale(self, global_batch_size: int) -> float:
+        """Factor of the learning rates for this global batch size."""
+        ratio = global_batch_size / (self.reference_batch_size or global_batch_size)
+        return math.sqrt(ratio) if self.scale_learning_rate == "sqrt" else ratio
+
+    @model_validator(mode="after")
+    def _minimum_is_used(self) -> ScheduleConfig:
+        served = ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr")
+        if self.min_learning_rate > 0 and self.name not in served:
+            raise ValueError(
+                f"min_learning_rate must be 0 for schedule {self.name}, got {self.min_learning_rate}; "
+                f"it belongs to {', '.join(served)}; others take schedule.arguments"
+            )
+        given = [key for key in ("min_lr", "min_lr_rate") if key in self.arguments]
+        if self.min_learning_rate > 0 and given:
+            raise ValueError(
+                f"min_learning_rate must be 0 beside arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _constant_has_no_warmup(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "constant":
+            return {"warmup_steps": 0, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _warmup_is_used(self) -> ScheduleConfig:
+        if self.name == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps must be 0 for schedule constant, got {self.warmup_steps}; set it to 0, or name=constant_with_warmup"
+            )
+        return self

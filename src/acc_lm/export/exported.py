@@ -1,0 +1,124 @@
+"""Exported models: load one, merge it with its adapter, generate a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acc_lm.chat.items import question_ids
+from acc_lm.errors import ConfigError, first_line
+from acc_lm.export.export import exported_steps, write_steps
+from acc_lm.files import written_aside
+from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
+from acc_lm.modeling.adapter import open_adapter, put_beside
+from acc_lm.modeling.pretrained import refuse_kernels
+
+
+def load_exported(folder: Path, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """Load the model in a folder or on the Hub; for an adapter, peft's model of its base with the adapter in it.
+
+    Raises:
+        ConfigError: the model needs code that is not trusted, or the adapter's base has changed.
+        OSError, ValueError: transformers cannot load it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    adapter = open_adapter(folder)
+    where: str | Path = folder
+    how: dict[str, Any] = {"revision": revision}
+    if adapter is not None:
+        where, how = adapter.base, {"revision": adapter.revision}
+    try:
+        found = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **how)
+        refuse_kernels(found, trust_remote_code, "model")
+        if adapter is not None:
+            how["dtype"] = torch.bfloat16 if adapter.dtype == "bfloat16" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(
+            where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
+        )
+    except (OSError, ValueError) as error:
+        if adapter is None or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"the base of the adapter {folder} must be a model that transformers loads, got {adapter.base}: {first_line(error)}; "
+            f"put it there, or correct base_model_name_or_path in {ADAPTER_SETTINGS}"
+        ) from None
+    return model if adapter is None else put_beside(adapter, model)
+
+
+def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Merge an exported adapter and its base into one model, in a new folder that transformers loads like any other.
+
+    Raises:
+        ConfigError: the folder holds no adapter, the base has changed, or the output exists already.
+    """
+    from transformers import AutoTokenizer
+
+    if open_adapter(folder) is None:
+        got = folder if folder.is_dir() else f"{folder}, which does not exist"
+        raise ConfigError(
+            f"FINAL must be the folder of an adapter, got {got}; name the final/ of a finished run with one"
+        )
+    if output.exists():
+        raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
+    model = load_exported(folder).float().merge_and_unload().to(dtype)  # merged in float32, whatever the output dtype
+    tokenizer, steps = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), exported_steps(folder)
+    with written_aside(output) as work:
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+        if steps is not None:
+            write_steps(work, *steps)
+
+
+def sample_text(
+    folder: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    is_question: bool = False,
+    day: str | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Generate text from `prompt` with the exported model and return both; the same for the same seed.
+
+    Args:
+        temperature: 0: always take the likeliest token.
+        is_question: True: the prompt is a user's turn in a conversation, and only the answer is returned.
+        day: date for a chat template that reads the clock, as YYYY-MM-DD; None: the run's date, else today's.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model = load_exported(Path(folder), trust_remote_code)
+    model.eval()
+    ends = [tokenizer.eos_token_id]
+    if is_question:
+        found, end = question_ids(prompt, tokenizer, day)
+        ids, ends = torch.tensor([found]), [end, *ends]
+    else:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if ids.shape[1] == 0:
+        ids = torch.tensor([[tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]])
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int):
+        ids = ids[:, -max(1, limit - max_new_tokens) :]
+        max_new_tokens = min(max_new_tokens, limit - ids.shape[1])
+    choice: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            **({"eos_token_id": ends} if is_question else {}),
+            **choice,
+        )
+    return str(tokenizer.decode(output[0][ids.shape[1] if is_question else 0 :], skip_special_tokens=True))

@@ -1,0 +1,8 @@
+"""Terminal, trackers, speed and profile of a run.
+
+console      start block, progress bar, closing block
+tracking     Weights & Biases, TensorBoard and others: every step exactly once, in order
+speed        tokens and FLOP per second, and where the time of a step goes
+profiler     traces of a few steps
+trace        trace -> table of where the time of a step goes
+"""

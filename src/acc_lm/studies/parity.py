@@ -1,0 +1,296 @@
+"""`acc-lm parity`: one recipe under many Accelerate configs, each by a real launch, and how much the curves differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from acc_lm.config import Config
+from acc_lm.config.loading import load_config
+from acc_lm.errors import ConfigError
+from acc_lm.run_files import metrics_file
+from acc_lm.runtime import refusal
+from acc_lm.studies.launching import launch, num_accelerators
+from acc_lm.studies.tables import machine_line, replace_block
+
+CPU_CASES = (
+    "single:1", "ddp:2", "ddp:3", "multi_node_ddp:2", "fsdp2:2", "fsdp2_grad_op:2", "fsdp2_offload:2", "hsdp:4",
+    "deepspeed_zero1:2", "deepspeed_zero2:2", "deepspeed_zero2_offload:2", "deepspeed_zero3:2", "deepspeed_zero3_offload:2",
+)  # fmt: skip
+COMPARED = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
+# Largest relative difference that rounding explains, after 20 steps: measured (see docs/parity.md) and rounded up.
+TOLERANCE: dict[str, dict[str, float]] = {
+    "no": {"train/loss": 1e-5, "train/grad_norm": 1e-5, "train/learning_rate": 0.0, "eval/loss": 1e-6},
+    "bf16": {"train/loss": 2e-4, "train/grad_norm": 1e-2, "train/learning_rate": 0.0, "eval/loss": 2e-4},
+    "fp16": {"train/loss": 2e-4, "train/grad_norm": 1e-2, "train/learning_rate": 0.0, "eval/loss": 2e-4},
+    "fp8": {"train/loss": 5e-2, "train/grad_norm": 2e-1, "train/learning_rate": 0.0, "eval/loss": 5e-2},
+}
+OF_MUON = {"train/grad_norm": 1e-3, "eval/loss": 1e-5}
+"""Wider tolerance for Muon, whose iteration is in 16 bits: gradients that differ in the last bit may round apart."""
+LAUNCH_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Case:
+    """An Accelerate config and a number of processes."""
+
+    file: Path | None
+    """Accelerate config; None: plain `python train.py`."""
+    num_processes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.stem if self.file else 'single'} x{self.num_processes}"
+
+    @property
+    def num_machines(self) -> int:
+        return 2 if self.file is not None and self.file.stem.startswith("multi_node_") else 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one launch, and its differences from the first."""
+
+    name: str
+    strategy: str
+    engine: str
+    differences: dict[str, float]
+    """Largest relative difference over all steps, by metric."""
+    same_ledger: bool
+    peak_memory_gb: float
+    """Peak memory of the process that used most, in GB (1e9 bytes)."""
+    seconds: float
+    """Duration of the entire launch in seconds, imports included."""
+    problem: str | None = None
+
+    def is_within(self, tolerance: dict[str, float]) -> bool:
+        return (
+            self.problem is None
+            and self.same_ledger
+            and all(self.differences.get(name, float("inf")) <= tolerance[name] for name in COMPARED)
+        )
+
+
+def largest_differences(expected: dict[int, dict[str, float]], got: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Largest relative difference of each compared metric over all steps; infinite where a value is missing or nan.
+
+    Args:
+        expected: metrics by step, as in `metrics.jsonl`.
+        got: metrics by step of the other run.
+    """
+    worst: dict[str, float] = {}
+    for step in expected.keys() | got.keys():
+        for name in COMPARED:
+            value, other = expected.get(step, {}).get(name), got.get(step, {}).get(name)
+            if value is None and other is None:
+                continue
+            difference = (
+                float("inf")
+                if value is None or other is None
+                else abs(other - value) / max(abs(value), 1e-30)
+                if other != value
+                else 0.0
+            )
+            worst[name] = max(worst.get(name, 0.0), difference if difference == difference else float("inf"))
+    return worst
+
+
+def read_metrics(output_dir: Path) -> dict[int, dict[str, float]]:
+    """Entries of `metrics.jsonl`, merged by step."""
+    by_step: dict[int, dict[str, float]] = {}
+    for entry in metrics_file.read(output_dir):
+        by_step.setdefault(int(entry["step"]), {}).update(entry)
+    return by_step
+
+
+def parity(
+    recipe: Path,
+    overrides: Sequence[str],
+    cases: Sequence[str],
+    steps: int,
+    root: Path,
+    output: Path | None,
+) -> int:
+    """Run every case, print the table as it grows, and write it; return 0 when all are within the tolerance, else 1.
+
+    Args:
+        root: folder with `train.py` and `accelerate_configs/`.
+        output: Markdown file to write, and a JSON file of the same name next to it; None: neither.
+    """
+    config = load_config(recipe, overrides)
+    chosen, left_out = _cases(cases, root, config)
+    settings = [*overrides, *short_run(config, steps)]
+    tolerance = tolerance_of(config)
+    print(f"{recipe}: {steps} steps, {len(chosen)} launches; tolerance {_list(tolerance)}", flush=True)
+    names = " ".join(f"{name.split('/')[1]:>8.8}" for name in COMPARED)
+    print(f"{'config x processes':28} {'strategy':16} {names}  against the first row")
+    for line in left_out:
+        print(f"left out: {line}")
+    rows: list[Row] = []
+    reference: tuple[dict[int, dict[str, float]], str] | None = None
+    with tempfile.TemporaryDirectory(prefix="acc-lm-parity-") as folder:
+        for case in chosen:
+            row, measured = _run(case, recipe, settings, Path(folder), root, reference)
+            reference = reference or measured
+            rows.append(row)
+            print(_line(row, tolerance), flush=True)
+            if reference is None:
+                raise ConfigError(
+                    f"the first case must run, got: {row.problem}; it is what the others are compared with"
+                )
+            shutil.rmtree(Path(folder) / case.name.replace(" ", "-"), ignore_errors=True)
+    ok = all(row.is_within(tolerance) for row in rows)
+    print("all within the tolerance" if ok else "NOT within the tolerance")
+    if output is not None:
+        _write(output, recipe, overrides, steps, tolerance, rows, left_out)
+        print(f"written: {output}, {output.with_suffix('.json')}")
+    return 0 if ok else 1
+
+
+def tolerance_of(config: Config) -> dict[str, float]:
+    """Largest relative difference allowed between curves of this recipe, by metric."""
+    tolerance = TOLERANCE[config.training.mixed_precision or "no"]
+    of_optimizer = OF_MUON if config.optimizer.name == "muon" else {}
+    return {name: max(bound, of_optimizer.get(name, 0.0)) for name, bound in tolerance.items()}
+
+
+def _cases(names: Sequence[str], root: Path, config: Config) -> tuple[list[Case], list[str]]:
+    chosen, left_out = [], []
+    for name in names or _default_cases():
+        stem, _, count = name.rpartition(":") if ":" in name else (name, "", "")
+        file = Path(stem) if stem.endswith((".yaml", ".yml", ".json")) else root / "accelerate_configs" / f"{stem}.yaml"
+        if stem == "single":
+            chosen.append(Case(None, 1))
+            continue
+        if not file.is_file():
+            raise ConfigError(
+                f"--cases must name Accelerate configs, got {stem}: {file} does not exist; see accelerate_configs/"
+            )
+        if not count.isdigit() or int(count) < 1:
+            raise ConfigError(f"--cases must be written NAME:PROCESSES, got {name}; for example fsdp2:2")
+        case = Case(file, int(count))
+        if config.training.global_batch_size % case.num_processes:
+            left_out.append(
+                f"{case.name}, because {case.num_processes} processes do not divide training.global_batch_size {config.training.global_batch_size}"
+            )
+            continue
+        if config.optimizer.name != "adamw" and (why := refusal(file, case.num_processes, config)):
+            left_out.append(f"{case.name}, because {why}")
+            continue
+        chosen.append(case)
+    return chosen, left_out
+
+
+def _default_cases() -> Sequence[str]:
+    count = num_accelerators()
+    if count == 0:
+        return CPU_CASES
+    return [name for name in CPU_CASES if int(name.partition(":")[2]) <= count and not name.startswith("multi_node")]
+
+
+def short_run(config: Config, steps: int) -> list[str]:
+    """Overrides that shorten the recipe without changing the computation of a step."""
+    warmup = min(config.schedule.warmup_steps, steps // 5)
+    micro = config.training.micro_batch_size
+    return [
+        f"training.max_steps={steps}", "training.num_epochs=null", "training.log_every=1", f"training.eval_every={max(1, steps // 2)}",
+        f"training.eval_batches={min(config.training.eval_batches or 4, 4)}", f"schedule.warmup_steps={warmup}",
+        f"training.micro_batch_size={max(1, micro)}", "checkpoint.every=null", "checkpoint.keep_best=0", "tracking.report_to=[]",
+        "export.sample_tokens=0",
+    ]  # fmt: skip
+
+
+def _run(
+    case: Case,
+    recipe: Path,
+    settings: list[str],
+    folder: Path,
+    root: Path,
+    reference: tuple[dict[int, dict[str, float]], str] | None,
+) -> tuple[Row, tuple[dict[int, dict[str, float]], str] | None]:
+    output_dir = folder / case.name.replace(" ", "-")
+    script = [str(root / "train.py"), "--config", str(recipe), *settings, f"output_dir={output_dir}"]
+    started = time.monotonic()
+    problem = launch(
+        script, case.file, case.num_processes, folder / "output", LAUNCH_SECONDS, num_machines=case.num_machines
+    )
+    seconds = time.monotonic() - started
+    if problem is not None:
+        return Row(case.name, "", "", {}, False, 0.0, seconds, problem), None
+    metrics = read_metrics(output_dir)
+    summary = json.loads((output_dir / "summary.json").read_text())
+    environment = json.loads((output_dir / "environment.json").read_text())
+    if environment["num_processes"] != case.num_processes:
+        problem = f"{environment['num_processes']} processes ran instead of {case.num_processes}"
+    expected, ledger = reference or (metrics, summary["ledger"])
+    row = Row(
+        case.name,
+        environment["strategy"],
+        environment["engine"],
+        largest_differences(expected, metrics),
+        summary["ledger"] == ledger,
+        max(summary["peak_memory_gb"]),
+        seconds,
+        problem,
+    )
+    return row, (metrics, summary["ledger"])
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def _list(tolerance: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in tolerance.items())
+
+
+def _line(row: Row, tolerance: dict[str, float]) -> str:
+    if row.problem is not None:
+        return f"{row.name:28} {row.problem}"
+    cells = " ".join(f"{row.differences.get(name, float('inf')):8.1e}" for name in COMPARED)
+    verdict = "ok" if row.is_within(tolerance) else "DIFFERS"
+    ledger = "same rows" if row.same_ledger else "OTHER ROWS"
+    return f"{row.name:28} {row.strategy:16} {cells}  {ledger}  {row.peak_memory_gb:5.2f} GB  {row.seconds:4.0f} s  {verdict}"
+
+
+def _write(
+    output: Path,
+    recipe: Path,
+    overrides: Sequence[str],
+    steps: int,
+    tolerance: dict[str, float],
+    rows: list[Row],
+    left_out: list[str],
+) -> None:
+    command = " ".join(["acc-lm parity", "--config", str(recipe), *overrides])
+    lines = [
+        f"`{command}`: {steps} steps, each row a launch of its own, compared with the first row step by step.",
+        "",
+        machine_line(),
+        "",
+        "| case | strategy | engine | loss | gradient norm | learning rate | evaluation | rows | memory of a process | launch |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.problem is not None:
+            lines.append(f"| {row.name} | {row.problem} | | | | | | | | |")
+            continue
+        cells = " | ".join(f"{row.differences.get(name, float('inf')):.1e}" for name in COMPARED)
+        same = "the same" if row.same_ledger else "OTHER"
+        lines.append(
+            f"| {row.name} | {row.strategy} | {row.engine} | {cells} | {same} | {row.peak_memory_gb:.2f} GB | {row.seconds:.0f} s |"
+        )
+    lines += ["", f"Largest relative difference over all steps. Tolerance: {_list(tolerance)}."]
+    lines += [f"Left out: {line}." for line in left_out]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_block(output, "parity", "\n".join(lines))
+    values: dict[str, Any] = {
+        "command": command, "made": machine_line(), "steps": steps, "tolerance": tolerance,
+        "rows": [asdict(row) for row in rows], "left_out": left_out,
+    }  # fmt: skip
+    output.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")

@@ -1,0 +1,9 @@
+"""Files and datasets, their documents, and the tokenizer.
+
+corpus       the source of a recipe -> documents, training and held out
+files        txt, JSON lines, JSON, CSV, Parquet, Arrow -> records, each with its place for error messages
+documents    documents, and the corpus that they form
+synthetic    synthetic text with a known entropy
+splitting    training and held-out documents, split by content
+tokenizer    load or train a tokenizer, encode documents
+"""
