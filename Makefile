@@ -1,76 +1,77 @@
-# make train   installs into .venv, then trains recipes/quickstart.yaml on whatever is there
-# make test    installs into .venv, then runs the whole test suite
-# make test-all, make parity, make memory, make scaling, make chaos, make fuzz, make mutate: the sweeps
+# make help lists the targets.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-all lint docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
+.PHONY: help train test test-all lint docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
 
-train: .venv/installed
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+train: .venv/installed  ## install, then train recipes/quickstart.yaml on whatever is here
 	$(BIN)/python train.py
 
-test: .venv/installed
+test: .venv/installed  ## install, then run the tests that are not slow
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The slow ones too.
-test-all: .venv/installed
+test-all: .venv/installed  ## the slow ones too
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
-lint: .venv/installed
+lint: .venv/installed  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # What is generated from the code and checked by the tests.
-docs: .venv/installed
+docs: .venv/installed  ## pages that are generated from the code
 	$(BIN)/acc-lm recipe schema > recipes/schema.json
 	$(BIN)/acc-lm recipe markdown > docs/recipe.md
 	$(BIN)/python docs/update_readme.py recipes
 
 # Runs the quickstart anew and puts what it printed into the README.
-readme: .venv/installed
+readme: .venv/installed  ## train the quickstart and put its output into README.md
 	$(BIN)/python docs/update_readme.py
 
 # The tables of docs/parity.md, by running every config.
-parity: .venv/installed
+parity: .venv/installed  ## docs/parity.md: run every config
 	$(BIN)/acc-lm parity --output docs/parity.md
 	$(BIN)/python benchmarks/precision.py docs/parity.md
 	$(BIN)/python benchmarks/trained.py docs/parity.md
 
-memory: .venv/installed
+memory: .venv/installed  ## docs/parity.md: memory of each config
 	$(BIN)/python benchmarks/memory.py docs/parity.md
 
 # docs/scaling.md, measured anew on the processes that fit here: PROCESSES=1,2,4,8 on eight GPUs.
 PROCESSES ?= 1,2,4
-scaling: .venv/installed
+scaling: .venv/installed  ## docs/scaling.md, on PROCESSES=1,2,4 processes
 	$(BIN)/acc-lm scaling --processes $(PROCESSES) --output docs/scaling.md
 	$(BIN)/acc-lm bench-comm --output docs/scaling.md
 
 # The gates of docs/reliability.md: a hundred kills, twenty launches killed, every engine read by every other; what a save costs.
-chaos: .venv/installed
+chaos: .venv/installed  ## docs/reliability.md: kills, crashes, engines that read each other
 	$(BIN)/python benchmarks/chaos.py docs/reliability.md
 	$(BIN)/python benchmarks/saving.py docs/reliability.md
 
 # Arbitrary input for MINUTES, and single faults planted in the code: what came of both is in docs/reliability.md.
 MINUTES ?= 10
-fuzz: .venv/installed
+fuzz: .venv/installed  ## docs/reliability.md: arbitrary input for MINUTES=10
 	$(BIN)/python benchmarks/fuzz.py --minutes $(MINUTES) docs/reliability.md
 
-mutate: .venv/installed
+mutate: .venv/installed  ## docs/reliability.md: faults planted in the code
 	$(BIN)/python benchmarks/mutate.py docs/reliability.md
 
 # What becomes of every causal type of transformers.
-models: .venv/installed
+models: .venv/installed  ## docs/models.md: every causal type of transformers
 	$(BIN)/python docs/update_models.py
 
 # docs/benchmarks.md, measured anew beside every peer that is here: Lightning and litgpt's requirements come with
 # pip install 'acc-lm[bench]'; nanoGPT/, litgpt/ and transformers/ are looked for in the folder BENCH_PEERS.
-bench: .venv/installed
+bench: .venv/installed  ## docs/benchmarks.md: speed next to peers, on a CPU
 	$(BIN)/python -m benchmarks.cpu --page docs/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py docs/data.md
 
 # The same on a GPU, in three commands of less than ten minutes each.
-bench-gpu: .venv/installed
+bench-gpu: .venv/installed  ## the same on a GPU, in three parts
 	$(BIN)/python -m benchmarks.gpu ceilings
 	$(BIN)/python -m benchmarks.gpu gpt2
 	$(BIN)/python -m benchmarks.gpu llama --page docs/benchmarks.md
@@ -81,5 +82,5 @@ bench-gpu: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]'
 	touch $@
 
-clean:
+clean:  ## remove .venv and builds
 	rm -rf .venv build src/*.egg-info

@@ -64,11 +64,11 @@ class Job:
         """Write text, tokens, weights and recipe; returns a hash of the tokens. Called in a process of its own."""
         import xxhash
 
+        from acc_lm.config.loading import load_config
         from acc_lm.data import build_data
-        from acc_lm.model import build_model
-        from acc_lm.order import RowOrder
-        from acc_lm.recipe import load_config
-        from acc_lm.tokenizer import load_tokenizer
+        from acc_lm.modeling.build import build_model
+        from acc_lm.rows.order import RowOrder
+        from acc_lm.text.tokenizer import load_tokenizer
 
         draw = np.random.default_rng(SEED)
         num_rows = 1 + max(64, 2 * self.batch_size, self.least_rows)
@@ -84,18 +84,7 @@ class Job:
         for file, content in (("text.json", text), ("held-out.json", text[: 4 * self.length])):
             (self.folder / file).write_text(json.dumps([{"text": content}]))
         one_id_a_character(alphabet).save_pretrained(self.weights)
-        recipe: dict[str, Any] = {
-            "output_dir": "run", "seed": SEED,
-            "model": {"name_or_path": str(self.weights)},
-            "data": {"source": "files", "files": [str(self.folder / "text.json")], "eval_files": [str(self.folder / "held-out.json")],
-                     "sequence_length": self.length, "cache_dir": str(self.folder / "cache")},
-            "training": {"max_steps": 10 * self.num_steps, "global_batch_size": self.batch_size, "micro_batch_size": self.batch_size,
-                         "mixed_precision": "no", "eval_every": 10 * self.num_steps},
-            "optimizer": {"learning_rate": LEARNING_RATE, "betas": [0.9, 0.999], "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
-            "schedule": {"name": "constant"},
-            "checkpoint": {"every": 10 * self.num_steps}, "tracking": {"report_to": []},
-        }  # fmt: skip
-        (self.folder / "recipe.yaml").write_text(json.dumps(recipe))
+        (self.folder / "recipe.yaml").write_text(json.dumps(self._recipe()))
         config = load_config(self.folder / "recipe.yaml", [])
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         assert tokenizer is not None
@@ -123,6 +112,19 @@ class Job:
         digest: str = xxhash.xxh3_128(np.ascontiguousarray(data.train.tokens)).hexdigest()  # type: ignore[union-attr]
         return digest
 
+    def _recipe(self) -> dict[str, Any]:
+        return {
+            "output_dir": "run", "seed": SEED,
+            "model": {"name_or_path": str(self.weights)},
+            "data": {"source": "files", "files": [str(self.folder / "text.json")], "eval_files": [str(self.folder / "held-out.json")],
+                     "sequence_length": self.length, "cache_dir": str(self.folder / "cache")},
+            "training": {"max_steps": 10 * self.num_steps, "global_batch_size": self.batch_size, "micro_batch_size": self.batch_size,
+                         "mixed_precision": "no", "eval_every": 10 * self.num_steps},
+            "optimizer": {"learning_rate": LEARNING_RATE, "betas": [0.9, 0.999], "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
+            "schedule": {"name": "constant"},
+            "checkpoint": {"every": 10 * self.num_steps}, "tracking": {"report_to": []},
+        }  # fmt: skip
+
     def row(self, start: int) -> np.ndarray:
         """`length` + 1 ids."""
         return self.tokens[start : start + self.length + 1].astype(np.int64)
@@ -147,7 +149,7 @@ def one_id_a_character(alphabet: list[str]) -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from acc_lm.tokenizer import END_TOKEN
+    from acc_lm.text.tokenizer import END_TOKEN
 
     backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate([END_TOKEN, *alphabet])}, merges=[]))
     backend.add_special_tokens([END_TOKEN])
@@ -225,13 +227,15 @@ def without(*techniques: str) -> None:
 
     import torch
 
-    from acc_lm import losses, rows, step
-    from acc_lm import model as ours_model
+    from acc_lm.modeling import build as ours_model
+    from acc_lm.modeling import loss_head, losses
+    from acc_lm.training import run as ours_run
+    from acc_lm.training import step
 
     if "attention" in techniques:
         ours_model.choose_attention = lambda model, length: f"transformers' {model.config._attn_implementation}"
     if "loss" in techniques:
-        ours_model._head_is_plain = lambda model: False
+        loss_head._head_is_plain = lambda model: False
     if "update" in techniques:
         original = torch.optim.AdamW.__init__
 
@@ -242,8 +246,10 @@ def without(*techniques: str) -> None:
     if "vocabulary" in techniques:
         losses.padded_vocabulary = lambda size, device: size
     if "transfer" in techniques:
-        build = rows.build_loader
-        rows.build_loader = lambda *arguments, pin_memory, **keywords: build(*arguments, pin_memory=False, **keywords)
+        build = ours_run.build_loader
+        ours_run.build_loader = lambda *arguments, pin_memory, **keywords: build(
+            *arguments, pin_memory=False, **keywords
+        )
         step.to_device = lambda batch, device: {name: tensor.to(device) for name, tensor in batch.items()}
         gc.freeze = lambda: None
 

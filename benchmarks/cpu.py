@@ -47,8 +47,8 @@ REFERENCE = "bare loop"
 BEST_GUESS = ("ours", "ours again")
 IMPORTED = (
     "torch", "torch._dynamo", "accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "datasets",
-    "transformers.models.llama.modeling_llama", "lightning", "acc_lm.cli.outcome", "acc_lm.saving", "acc_lm.export", "acc_lm.tracking",
-    "acc_lm.model", "torch.distributed.fsdp", "matplotlib.pyplot", "deepspeed",
+    "transformers.models.llama.modeling_llama", "lightning", "acc_lm.cli.train", "acc_lm.checkpointing.saving", "acc_lm.export.export", "acc_lm.reporting.tracking",
+    "acc_lm.modeling.build", "torch.distributed.fsdp", "matplotlib.pyplot", "deepspeed",
 )  # fmt: skip
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -352,8 +352,8 @@ def c4_tokenise_c6_kept(run: Run) -> None:
 def make_text(folder: Path, num_bytes: int) -> dict[str, float]:
     """Files of the standard library, one a record, and a BPE made from some of them."""
     from acc_lm.config import TokenizerConfig
-    from acc_lm.sources import python_stdlib_files
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.text.corpus import python_stdlib_files
+    from acc_lm.text.tokenizer import make_tokenizer
 
     texts: list[str] = []
     size = 0
@@ -532,8 +532,9 @@ def c9_resume(run: Run) -> None:
     """Up to the first batch, from the start and after a million of them."""
 
     def measure() -> dict[str, list[float]]:
-        from acc_lm.order import MicroBatches, RowOrder, permutation
-        from acc_lm.rows import Rows, build_loader
+        from acc_lm.rows.loader import MicroBatches, build_loader
+        from acc_lm.rows.order import RowOrder, permutation
+        from acc_lm.rows.text_rows import Rows
 
         rows = Rows(np.zeros(min(run.sizes.tokens, 4_000_000), dtype=np.uint16), 64)
         order = RowOrder(0, len(rows), 16)
@@ -659,12 +660,12 @@ def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
     """CPU seconds of several steps at each of the shapes, which take turns."""
     import torch
 
-    from acc_lm.model import build_model
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.recipe import load_config
+    from acc_lm.config.loading import load_config
+    from acc_lm.modeling.build import build_model
+    from acc_lm.optimization.optimizer import build_optimizer
     from acc_lm.runtime import Gradients, build_accelerator, prepare, quiet_libraries
-    from acc_lm.step import train_step
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.text.tokenizer import make_tokenizer
+    from acc_lm.training.step import train_step
 
     quiet_libraries()
     steps = []

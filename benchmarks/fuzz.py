@@ -1,4 +1,4 @@
-"""Try arbitrary input on every property of tests/fuzz.py for some minutes, and write down how much and what came of it.
+"""Try arbitrary input on every property of tests/support/fuzz.py for some minutes, and write down how much and what came of it.
 
 python benchmarks/fuzz.py --minutes 10 docs/reliability.md       (make fuzz MINUTES=10)
 python benchmarks/fuzz.py --only "files of text" --seed 7        one of them, from a seed that failed
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fuzz import Property
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 AT_ONCE = {False: 100, True: 10}
 """Inputs of one seed, after which the clock is looked at; fewer where each starts processes."""
@@ -35,7 +35,7 @@ def main() -> None:
     from fuzz import PROPERTIES
     from tqdm import tqdm
 
-    from acc_lm.cli.parity import machine_line, replace_block
+    from acc_lm.studies.tables import machine_line, replace_block
 
     names = [arguments.only] if arguments.only else list(PROPERTIES)
     seconds = 60 * arguments.minutes / len(names)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from acc_lm.throughput import flops_of, peak_of
+from acc_lm.modeling.flops import flops_of, peak_of
 from benchmarks import contenders, report, ring
 from benchmarks.contenders import ROOT, Job
 from benchmarks.cpu import IMPORTED, NO_DROPOUT
@@ -302,7 +302,7 @@ def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
     import torch
     from torch.nn import functional as F
 
-    from acc_lm import losses
+    from acc_lm.modeling import losses
 
     device, shape = contenders.device_here(), sizes.gpt2
     tokens, width, vocabulary = shape.batch_size * shape.length, shape.model["n_embd"], sizes.odd_vocabulary
@@ -358,8 +358,6 @@ def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
 def hardware(sizes: Sizes) -> list[dict[str, Any]]:
     """Rows of {what, unit, samples}; called in a process of its own."""
     import torch
-    from torch.nn import functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     device = contenders.device_here()
     rows: list[dict[str, Any]] = []
@@ -398,6 +396,15 @@ def hardware(sizes: Sizes) -> list[dict[str, Any]]:
     source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timed(lambda: target.copy_(source), 2e-12 * sizes.copied, "copy, read and written", "TB/s")
+    _attention(sizes, device, timed)
+    return rows
+
+
+def _attention(sizes: Sizes, device: str, timed: Callable[[Callable[[], Any], float, str, str], None]) -> None:
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     for batch, heads, kv, size, length in sizes.attention:
         q, k, v = (
             torch.randn(batch, h, length, size, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -416,7 +423,6 @@ def hardware(sizes: Sizes) -> list[dict[str, Any]]:
                 f"attention {backend.name.lower()}, heads {heads}/{kv} of {size}, length {length}, forward and backward",
                 "TFLOP/s",
             )
-    return rows
 
 
 # --- races ---------------------------------------------------------------------------------------------------------

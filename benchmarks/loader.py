@@ -16,8 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from acc_lm.order import MicroBatches, RowOrder
-from acc_lm.rows import Rows, build_loader
+from acc_lm.rows.loader import MicroBatches, build_loader
+from acc_lm.rows.order import RowOrder
+from acc_lm.rows.text_rows import Rows
 
 TOKENS, LENGTH, BATCH, STEPS, ROUNDS = 50_000_000, 1024, 16, 1000, 5
 

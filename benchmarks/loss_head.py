@@ -27,7 +27,7 @@ def measure(
     import torch
     from torch import nn
 
-    from acc_lm.losses import summed_loss
+    from acc_lm.modeling.losses import summed_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -91,10 +91,10 @@ def measure() -> dict[str, float]:
 
     from acc_lm import runtime
     from acc_lm.config import TokenizerConfig
-    from acc_lm.model import build_empty_model, build_model
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.step import train_step
-    from acc_lm.tokenizer import make_tokenizer
+    from acc_lm.modeling.build import build_empty_model, build_model
+    from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.text.tokenizer import make_tokenizer
+    from acc_lm.training.step import train_step
 
     backends.MODELS["big"] = MODEL
     num_processes = int(os.environ["WORLD_SIZE"])
@@ -139,7 +139,7 @@ def main(page: Path | None) -> None:
     import conftest  # imports what the forked processes need
     from processes import launcher_environment, run_everywhere
 
-    from acc_lm.cli.parity import machine_line, replace_block
+    from acc_lm.studies.tables import machine_line, replace_block
 
     assert conftest
     lines = [

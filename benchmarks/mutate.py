@@ -26,23 +26,27 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
 TESTS = {
-    "order": "order epochs mixture elastic",
-    "rows": "packing epochs data streaming train",
-    "losses": "losses model packing step fast_path",
-    "step": "step router train nonfinite engines",
-    "runtime/gradients": "step nonfinite spike fp16 engines",
-    "evaluation": "evaluation evaluation_sets eval_only train",
-    "packing": "packing conversations fast_path data",
-    "chat": "chat conversations evaluate_cli",
-    "schedule": "schedule muon elastic config",
-    "runtime/pieces": "saving checkpoint muon adapters matrix elastic",
-    "divergence": "nonfinite spike fp16 train",
+    "rows/order": "order epochs mixture elastic",
+    "rows/text_rows": "rows data epochs",
+    "rows/loader": "order rows elastic",
+    "rows/packing": "packing conversations",
+    "modeling/losses": "losses model step packing",
+    "training/step": "step router nonfinite",
+    "training/divergence": "nonfinite spike fp16",
+    "runtime/gradients": "step nonfinite spike fp16",
+    "runtime/pieces": "saving checkpoint muon matrix",
+    "evaluation/held_out": "evaluation evaluation_sets eval_only",
+    "chat/records": "chat",
+    "chat/template": "chat",
+    "chat/items": "chat conversations",
+    "optimization/schedule": "schedule muon config",
 }
-"""Test files of each module, those first that are fastest to notice."""
+"""Test files of each module, those first that are fastest to notice; before them run the tests that noticed earlier faults."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
     ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
@@ -50,6 +54,11 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 SECONDS = 900
 """For the tests of a module without a fault. With one they have three times what they took, and at least a minute."""
+IMPORTED = (
+    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "datasets", "deepspeed", "hypothesis", "matplotlib.pyplot",
+    "pydantic", "pytest", "wandb", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+)  # fmt: skip
 PASSED, FAILED, ENDLESS, BROKEN = "not noticed", "noticed", "does not end", "cannot be imported"
 OUTCOME_NAMES = (PASSED, FAILED, ENDLESS, BROKEN)
 OUTCOMES = {0: PASSED, 1: FAILED}
@@ -151,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", nargs="?", type=Path, help="with a block `mutate` that is replaced")
     parser.add_argument("--only", choices=list(TESTS))
-    parser.add_argument("--sample", type=int, default=30, help="faults of each module; 0: all (default 30)")
+    parser.add_argument("--sample", type=int, default=20, help="faults of each module; 0: all (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
@@ -164,18 +173,11 @@ def main() -> None:
         chosen += sorted(few, key=lambda fault: fault.line)
 
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    for name in (
-        "torch",
-        "accelerate",
-        "datasets",
-        "transformers.models.auto.modeling_auto",
-        "deepspeed",
-        "pytest",
-        "torch.distributed.fsdp",
-    ):
+    for name in IMPORTED:
         importlib.import_module(name)  # once, for all that are forked; nothing of acc_lm
     from tqdm import tqdm
 
+    os.environ["NOTICED"] = tempfile.mkdtemp(prefix="acc-lm-noticed-")
     with multiprocessing.get_context("fork").Pool(arguments.workers, maxtasksperchild=1) as pool:
         sound = [
             Fault(module, 0, "", ast.unparse(ast.parse((ROOT / f"src/acc_lm/{module}.py").read_text())))
@@ -187,11 +189,22 @@ def main() -> None:
                 sys.exit(f"error: the tests of {fault.module} must pass before a fault is planted, got: {outcome}")
             seconds[fault.module] = max(60, 3 * took)
         chosen = [replace(fault, seconds=seconds[fault.module]) for fault in chosen]
-        found = [
-            (fault, outcome)
-            for fault, outcome, _ in tqdm(pool.imap_unordered(_try, chosen), total=len(chosen), unit="fault")
-        ]
-    from acc_lm.cli.parity import machine_line, replace_block
+        found = []
+        for fault, outcome, _ in tqdm(pool.imap_unordered(_try, chosen), total=len(chosen), unit="fault"):
+            found.append((fault, outcome))
+            if outcome == PASSED:
+                tqdm.write(f"not noticed: {fault.module}.py:{fault.line} {fault.what}")
+    from acc_lm.studies.tables import replace_block
+
+    lines = report(found, planted, f"--sample {arguments.sample} --seed {arguments.seed}")
+    print(*lines, sep="\n")
+    if arguments.page:
+        replace_block(arguments.page, "mutate", "\n".join(lines))
+
+
+def report(found: list[tuple[Fault, str]], planted: dict[str, int], options: str) -> list[str]:
+    """Table of the modules and list of the faults that were not noticed, as Markdown lines."""
+    from acc_lm.studies.tables import machine_line
 
     def count(module: str, *outcomes: str) -> int:
         return sum(fault.module == module and outcome in (outcomes or OUTCOME_NAMES) for fault, outcome in found)
@@ -204,16 +217,13 @@ def main() -> None:
     alive = sorted(
         (fault for fault, outcome in found if outcome == PASSED), key=lambda fault: (fault.module, fault.line)
     )
-    lines = [
-        f"`make mutate`, that is `python benchmarks/mutate.py --sample {arguments.sample} --seed {arguments.seed} docs/reliability.md`: "
+    return [
+        f"`make mutate`, that is `python benchmarks/mutate.py {options} docs/reliability.md`: "
         f"{len(found)} faults planted, {killed} noticed ({killed / len(found):.1%}).",
         "", machine_line(), "",
         "| module | possible | planted | failed a test | ended in a hang or could not be imported | not noticed |", "|---|---|---|---|---|---|", *rows, "",
         *(f"- `{fault.module}.py:{fault.line}` {fault.what}" for fault in alive),
     ]  # fmt: skip
-    print(*lines, sep="\n")
-    if arguments.page:
-        replace_block(arguments.page, "mutate", "\n".join(lines))
 
 
 def _try(fault: Fault) -> tuple[Fault, str, float]:
@@ -229,7 +239,7 @@ def _try(fault: Fault) -> tuple[Fault, str, float]:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            _run_tests(folder, TESTS[fault.module].split(), Path(folder, "output"))
+            _run_tests(folder, fault.module, Path(folder, "output"))
         end = start + fault.seconds
         outcome = ENDLESS
         while time.monotonic() < end:
@@ -242,12 +252,32 @@ def _try(fault: Fault) -> tuple[Fault, str, float]:
             os.killpg(pid, signal.SIGKILL)  # and all that it left
         if outcome == ENDLESS:
             os.waitpid(pid, 0)
+        if outcome != PASSED and not fault.line:
+            print(Path(folder, "output").read_text()[-4000:])
         return fault, outcome, time.monotonic() - start
 
 
-def _run_tests(folder: str, names: list[str], output: Path) -> None:
+class _Noticed:
+    """A pytest plugin: the tests that noticed earlier faults of a module run first, the last of them before all others."""
+
+    def __init__(self, module: str) -> None:
+        self.file = Path(os.environ["NOTICED"], module.replace("/", "."))
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        earlier = self.file.read_text().splitlines() if self.file.exists() else []
+        last = {name: place for place, name in enumerate(earlier)}
+        items.sort(key=lambda item: -last.get(item.nodeid, -1))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            with self.file.open("a") as file:
+                file.write(report.nodeid + "\n")
+
+
+def _run_tests(folder: str, module: str, output: Path) -> None:
     code = 1
     try:
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a data loader has workers
         os.chdir(folder)
         with output.open("wb", buffering=0) as file:
             os.dup2(file.fileno(), 1)
@@ -258,20 +288,12 @@ def _run_tests(folder: str, names: list[str], output: Path) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         import pytest
 
-        code = int(
-            pytest.main(
-                [
-                    "-x",
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                    "--rootdir",
-                    folder,
-                    *(f"tests/test_{name}.py" for name in names),
-                ]
-            )
-        )
+        files = [str(next(Path("tests").rglob(f"test_{name}.py"))) for name in TESTS[module].split()]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", folder]
+        code = int(pytest.main([*options, *files], plugins=[_Noticed(module)]))
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

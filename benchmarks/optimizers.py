@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 RATES = {"adamw": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)}
@@ -38,7 +38,7 @@ def run(name: str, rate: float, seed: int, folder: Path) -> dict[int, float]:
     """Held-out loss by step."""
     from processes import run_training
 
-    from acc_lm.history import read
+    from acc_lm.run_files.metrics_file import read
 
     output = folder / f"{name}-{rate}-{seed}"
     settings = [f"optimizer.name={name}", f"optimizer.learning_rate={rate}", f"seed={seed}", f"output_dir={output}"]
@@ -49,7 +49,7 @@ def run(name: str, rate: float, seed: int, folder: Path) -> dict[int, float]:
 def main(page: Path | None) -> None:
     import conftest  # imports what the forked processes need
 
-    from acc_lm.cli.parity import machine_line, replace_block
+    from acc_lm.studies.tables import machine_line, replace_block
 
     assert conftest
     tokens = STEPS * ROWS * LENGTH

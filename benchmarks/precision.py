@@ -2,7 +2,7 @@
 
     python benchmarks/precision.py [docs/parity.md]
 
-The same short trainings as in tests/test_backends.py: 20 steps, global batch 48, ragged targets.
+The same short trainings as in tests/runs/test_backends.py: 20 steps, global batch 48, ragged targets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -21,7 +21,8 @@ def main(page: Path | None) -> None:
     from backends import BACKENDS, Scenario, run_backend
     from test_backends import BF16, FLOAT64, GRID, count_collectives
 
-    from acc_lm.cli.parity import COMPARED, largest_differences, machine_line, replace_block
+    from acc_lm.studies.parity import COMPARED, largest_differences
+    from acc_lm.studies.tables import machine_line, replace_block
 
     assert conftest
     lines = [

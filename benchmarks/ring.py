@@ -338,40 +338,12 @@ def race(
     def patience() -> float:
         return min(START_SECONDS, max(1.0, deadline - time.monotonic()))
 
-    workers: dict[str, Worker] = {}
-    reports: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
-    started: dict[str, float] = {}
     names = list(contenders)
-    waiting: list[str] = []
-    for name in [*names, *[None] * together]:  # type: ignore[list-item]
-        if name is not None and time.monotonic() > deadline - LEAST_SECONDS:
-            failed[name] = NOT_REACHED
-        elif name is not None:
-            began = time.perf_counter()
-            place = folder / "".join(c if c.isalnum() else "-" for c in name)
-            workers[name] = Worker(name, contenders[name], place, (environments or {}).get(name))
-            started[name] = began
-            waiting.append(name)
-        if waiting and (name is None or len(waiting) >= together):
-            first = waiting.pop(0)
-            reports[first] = workers[first].answer(patience())
-            started[first] = time.perf_counter() - started[first]
-    expected = reports.get(reference, {})
-    checks: dict[str, dict[str, float]] = {}
-    for name in reports:
-        report = reports[name]
-        why = report.get("failed")
-        if why is None and "failed" not in expected:
-            checks[name] = {what: _difference(report[what], expected[what]) for what in ("losses", "norms")}
-            bound = (tolerances or {}).get(name, tolerance)
-            # A difference that is no number is no agreement either.
-            wrong = [f"{what} differ by {d:.1e}" for what, d in checks[name].items() if not d <= bound]
-            if wrong:
-                why = f"{' and '.join(wrong)} from {reference} in the first {CHECKED_STEPS} steps, allowed {bound:.0e}"
-        if why is not None:
-            failed[name] = why
-            workers.pop(name).end()
+    workers, reports, failed, started = _start(contenders, folder, environments or {}, together, deadline, patience)
+    checks, wrong = _check(reports, reference, {name: (tolerances or {}).get(name, tolerance) for name in reports})
+    for name in wrong:
+        workers.pop(name).end()
+    failed |= wrong
     if reference in failed:
         for worker in workers.values():
             worker.end()
@@ -405,6 +377,54 @@ def race(
     for name, why in failed.items():
         say(f"  {name}: failed, {why}")
     return Race(samples, failed, checks, started)
+
+
+def _start(
+    contenders: dict[str, Callable[[], None]], folder: Path, environments: dict[str, dict[str, str]], together: int,
+    deadline: float, patience: Callable[[], float],
+) -> tuple[dict[str, Worker], dict[str, dict[str, Any]], dict[str, str], dict[str, float]]:  # fmt: skip
+    """Workers, their first reports, those that were not reached and why, and the seconds that each took to start."""
+    workers: dict[str, Worker] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    started: dict[str, float] = {}
+    waiting: list[str] = []
+    for name in [*contenders, *[None] * together]:  # type: ignore[list-item]
+        if name is not None and time.monotonic() > deadline - LEAST_SECONDS:
+            failed[name] = NOT_REACHED
+        elif name is not None:
+            began = time.perf_counter()
+            place = folder / "".join(c if c.isalnum() else "-" for c in name)
+            workers[name] = Worker(name, contenders[name], place, environments.get(name))
+            started[name] = began
+            waiting.append(name)
+        if waiting and (name is None or len(waiting) >= together):
+            first = waiting.pop(0)
+            reports[first] = workers[first].answer(patience())
+            started[first] = time.perf_counter() - started[first]
+    return workers, reports, failed, started
+
+
+def _check(
+    reports: dict[str, dict[str, Any]], reference: str, tolerances: dict[str, float]
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Differences of each contender from the reference, and the contenders that failed or differ, with the reason."""
+    expected = reports.get(reference, {})
+    failed: dict[str, str] = {}
+    checks: dict[str, dict[str, float]] = {}
+    for name in reports:
+        report = reports[name]
+        why = report.get("failed")
+        if why is None and "failed" not in expected:
+            checks[name] = {what: _difference(report[what], expected[what]) for what in ("losses", "norms")}
+            bound = tolerances[name]
+            # A difference that is no number is no agreement either.
+            wrong = [f"{what} differ by {d:.1e}" for what, d in checks[name].items() if not d <= bound]
+            if wrong:
+                why = f"{' and '.join(wrong)} from {reference} in the first {CHECKED_STEPS} steps, allowed {bound:.0e}"
+        if why is not None:
+            failed[name] = why
+    return checks, failed
 
 
 def why_void(race: Race, bound: float, clock: str = "cpu") -> tuple[str | None, tuple[float, float, float] | None]:

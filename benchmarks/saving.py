@@ -17,7 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from acc_lm.checkpointing.saving import Saver
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -43,102 +46,121 @@ class Measured:
     """Seconds that the loop stood still in all windows."""
 
 
-def measure(rounds: int = ROUNDS, windows: int = WINDOWS, hidden_size: int = 384) -> Measured:
-    import torch
+class Trial:
+    """A small model that can take steps and be saved.
 
-    from acc_lm.model import build_model
-    from acc_lm.optimizer import build_optimizer
-    from acc_lm.order import RowOrder
-    from acc_lm.progress import Progress
-    from acc_lm.recipe import load_config
-    from acc_lm.retention import Found
-    from acc_lm.runtime import Gradients, build_accelerator, prepare, quiet_libraries
-    from acc_lm.saving import Saver
-    from acc_lm.step import train_step
-    from acc_lm.tokenizer import make_tokenizer
+    Args:
+        hidden_size: of the model.
+    """
 
-    folder = Path(tempfile.mkdtemp(prefix="acc-lm-saving-"))
-    (folder / "recipe.yaml").write_text(RECIPE.replace("384", str(hidden_size)))
-    quiet_libraries()
+    def __init__(self, folder: Path, hidden_size: int) -> None:
+        import torch
 
-    def config_of(*overrides: str) -> Any:
-        return load_config(folder / "recipe.yaml", [f"output_dir={folder / 'run'}", *overrides])
+        from acc_lm.modeling.build import build_model
+        from acc_lm.optimization.optimizer import build_optimizer
+        from acc_lm.progress import Progress
+        from acc_lm.rows.order import RowOrder
+        from acc_lm.runtime import Gradients, build_accelerator, prepare, quiet_libraries
+        from acc_lm.text.tokenizer import make_tokenizer
 
-    config = config_of()
-    accelerator = build_accelerator(config)
-    model = build_model(config.model, make_tokenizer(config.tokenizer, []), 256, 0)[0]
-    model, optimizer = prepare(accelerator, model, build_optimizer(model, config.optimizer))
-    gradients = Gradients(accelerator, model)
-    order = RowOrder(0, 64, 4)
-    batch = {"input_ids": torch.randint(0, 256, (4, 257))}
-    batch = {"input_ids": batch["input_ids"][:, :-1], "targets": batch["input_ids"][:, 1:].contiguous()}
-    progress = Progress()
+        self.folder = folder
+        (folder / "recipe.yaml").write_text(RECIPE.replace("384", str(hidden_size)))
+        quiet_libraries()
+        config = self.config_of()
+        self.accelerator = build_accelerator(config)
+        model = build_model(config.model, make_tokenizer(config.tokenizer, []), 256, 0)[0]
+        self.model, self.optimizer = prepare(self.accelerator, model, build_optimizer(model, config.optimizer))
+        self.gradients, self.order = Gradients(self.accelerator, self.model), RowOrder(0, 64, 4)
+        ids = torch.randint(0, 256, (4, 257))
+        self.batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:].contiguous()}
+        self.progress = Progress()
 
-    def step() -> None:
-        nonlocal progress
-        number = progress.step + 1
-        train_step(accelerator, model, optimizer, [batch], step=number, seed=0, num_targets=1024, max_grad_norm=1.0,
-                   gradients=gradients)  # fmt: skip
-        progress = progress.advance(order.rows_at(number), 1024)
+    def config_of(self, *overrides: str) -> Any:
+        from acc_lm.config.loading import load_config
 
-    step()
-    front = Saver(accelerator, folder / "front", config_of("checkpoint.keep_last=2"), "", Found(None))
-    behind = Saver(accelerator, folder / "behind", config_of("checkpoint.asynchronous=true"), "", Found(None))
-    tensors = [state for p in model.parameters() for state in (p.detach(), *(
-        optimizer.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")))]  # fmt: skip
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return load_config(self.folder / "recipe.yaml", [f"output_dir={self.folder / 'run'}", *overrides])
 
-    def raw() -> None:
-        with (folder / "raw").open("wb", buffering=0) as file:
-            for tensor in tensors:
+    def saver(self, name: str, override: str) -> Saver:
+        from acc_lm.checkpointing.format import Found
+        from acc_lm.checkpointing.saving import Saver
+
+        return Saver(self.accelerator, self.folder / name, self.config_of(override), "", Found(None))
+
+    def step(self) -> None:
+        from acc_lm.training.step import train_step
+
+        number = self.progress.step + 1
+        train_step(self.accelerator, self.model, self.optimizer, [self.batch], step=number, seed=0, num_targets=1024,
+                   max_grad_norm=1.0, gradients=self.gradients)  # fmt: skip
+        self.progress = self.progress.advance(self.order.rows_at(number), 1024)
+
+    def save(self, saver: Saver) -> None:
+        saver.save(self.model, self.optimizer, self.progress, None)
+
+    def tensors(self) -> list[Any]:
+        """Every weight with its moments."""
+        return [state for p in self.model.parameters() for state in (p.detach(), *(
+            self.optimizer.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")))]  # fmt: skip
+
+    def write_raw(self) -> None:
+        """The same bytes in one file, without anything that a checkpoint has around them."""
+        with (self.folder / "raw").open("wb", buffering=0) as file:
+            for tensor in self.tensors():
                 file.write(tensor.contiguous().view(-1).numpy().data)
             os.fsync(file.fileno())
 
-    def timed(work: Callable[[], None]) -> float:
-        (folder / "raw").unlink(missing_ok=True)
+    def timed(self, work: Callable[[], None]) -> float:
+        (self.folder / "raw").unlink(missing_ok=True)
         os.sync()
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
 
-    def save() -> None:
-        front.save(model, optimizer, progress, None)
-
-    times: dict[str, list[float]] = {"raw": [], "save": []}
-    for _ in range(rounds):
-        step()  # another folder each time
-        times["raw"].append(timed(raw))
-        times["save"].append(timed(save))
-
-    def window(saver: Saver | None) -> float:
+    def window(self, saver: Saver | None) -> float:
+        """Seconds of `STEPS` steps, after the first of which the saver saves."""
         os.sync()
         began = time.perf_counter()
         for number in range(STEPS):
-            step()
+            self.step()
             if number == 0 and saver is not None:
-                saver.save(model, optimizer, progress, None)
+                self.save(saver)
         seconds = time.perf_counter() - began
         if saver is not None:
             saver.wait()
         return seconds
 
+
+def measure(rounds: int = ROUNDS, windows: int = WINDOWS, hidden_size: int = 384) -> Measured:
+    folder = Path(tempfile.mkdtemp(prefix="acc-lm-saving-"))
+    trial = Trial(folder, hidden_size)
+    trial.step()
+    front, behind = (
+        trial.saver("front", "checkpoint.keep_last=2"),
+        trial.saver("behind", "checkpoint.asynchronous=true"),
+    )
+    size = sum(tensor.numel() * tensor.element_size() for tensor in trial.tensors())
+    times: dict[str, list[float]] = {"raw": [], "save": []}
+    for _ in range(rounds):
+        trial.step()  # another folder each time
+        times["raw"].append(trial.timed(trial.write_raw))
+        times["save"].append(trial.timed(lambda: trial.save(front)))
     contenders: dict[str, Saver | None] = {"no save": None, "in front": front, "behind": behind}
     took: dict[str, list[float]] = {name: [] for name in contenders}
     held: dict[str, float] = {}
     if windows:
         for saver in contenders.values():
-            window(saver)
+            trial.window(saver)
         held = {"in front": front.seconds_held, "behind": behind.seconds_held}
     for _ in range(windows):
         for name, saver in contenders.items():
-            took[name].append(window(saver))
+            took[name].append(trial.window(saver))
     stood = {"in front": front.seconds_held, "behind": behind.seconds_held}
     shutil.rmtree(folder)
     return Measured(size, times, took, {name: stood[name] - before for name, before in held.items()})
 
 
 def main() -> None:
-    from acc_lm.cli.parity import machine_line, replace_block
+    from acc_lm.studies.tables import machine_line, replace_block
 
     measured = measure()
     size, times, took = measured.num_bytes, measured.times, measured.windows

@@ -25,10 +25,9 @@ import torch
 
 from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data import build_data
-from acc_lm.order import MicroBatches
-from acc_lm.rows import build_loader
-from acc_lm.sources import python_stdlib_files
-from acc_lm.tokenizer import make_tokenizer, text_encoder
+from acc_lm.rows.loader import MicroBatches, build_loader
+from acc_lm.text.corpus import python_stdlib_files
+from acc_lm.text.tokenizer import make_tokenizer, text_encoder
 
 NUM_SHARDS, NUM_STREAMS, LENGTH, BATCH, ROUNDS = 8, 4, 1024, 16, 5
 FORMATS = ("jsonl", "parquet")

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -20,7 +20,7 @@ def main(page: Path | None) -> None:
     from processes import run_training
     from test_conversations import CASES, arguments, try_case, write
 
-    from acc_lm.cli.parity import machine_line, replace_block
+    from acc_lm.studies.tables import machine_line, replace_block
 
     lines = [
         "`python benchmarks/trained.py docs/parity.md`: 10 steps, the largest relative difference of any step from one process on the same rows; "
