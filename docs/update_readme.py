@@ -1,18 +1,22 @@
-"""Put the real output of `make train` and `make test` into README.md.
+"""Put the real output of the quickstart, its picture and the generated tables into README.md.
 
-make readme                             runs both and inserts what they print
-python docs/update_readme.py LOG LOG    inserts outputs that were kept
-python docs/update_readme.py recipes    only makes the table of recipes anew, from their headers
+make readme                             trains and inserts what is printed
+python docs/update_readme.py LOG RUN    inserts an output that was kept, and the picture of that run
+python docs/update_readme.py recipes    only makes the tables anew: recipes from their headers, rooms, parity
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+VARIANTS = ("multi_node_ddp", "fsdp2_grad_op", "fsdp2_offload", "deepspeed_zero2_offload", "deepspeed_zero1")
+"""Cases of docs/parity.md that the README leaves out."""
 
 
 def output_of(*command: str) -> str:
@@ -21,14 +25,14 @@ def output_of(*command: str) -> str:
 
 
 def training_block(output: str) -> str:
-    """The start block, the first and last lines of the run, and the score."""
+    """What decides the run, its first and last lines, and the score."""
     lines = [line.rstrip() for line in output.splitlines()]
     first = next(i for i, line in enumerate(lines) if line.startswith("strategy"))
     steps = [i for i, line in enumerate(lines) if re.match(r"step \d+/", line)]
     scores = next(i for i, line in enumerate(lines) if line.startswith("held-out text, bits per byte"))
-    start = [line for line in lines[first : steps[0]] if not line.startswith(("tracking", "output"))]
-    end = [line for line in lines[steps[-1] : scores + 4] if not line.startswith("saved ")]
-    return "\n".join([*start, lines[steps[0]], "...", *end])
+    shown = ("strategy", "global batch", "model", "held out")
+    start = [line for line in lines[first : steps[0]] if line.startswith(shown)]
+    return "\n".join([*start, lines[steps[0]], "...", lines[steps[-1]], "...", *lines[scores : scores + 4]])
 
 
 def recipe_table() -> str:
@@ -49,10 +53,37 @@ def recipe_table() -> str:
     return "\n".join(rows)
 
 
-def insert_table(readme: str) -> str:
-    pattern = r"(<!-- recipes: [^>]*-->\n\n).*?(\n\n<!-- /recipes -->)"
-    assert re.search(pattern, readme, re.DOTALL), "README.md has no place for the recipes"
-    return re.sub(pattern, lambda match: match[1] + recipe_table() + match[2], readme, flags=re.DOTALL)
+def parity_table() -> str:
+    """A row for each strategy of docs/parity.json, and under what it was measured."""
+    parity = json.loads((ROOT / "docs/parity.json").read_text())
+    rows = [
+        "| config, processes | engine | largest difference in loss | in gradient norm | rows of each step |",
+        "|---|---|---|---|---|",
+    ]
+    for row in parity["rows"]:
+        if row["problem"] is None and not row["name"].startswith(VARIANTS):
+            loss, norm = (f"{row['differences'][name]:.0e}" for name in ("train/loss", "train/grad_norm"))
+            rows.append(
+                f"| {row['name']} | {row['engine']} | {loss} | {norm} | {'the same' if row['same_ledger'] else 'OTHERS'} |"
+            )
+    return "\n".join([*rows, "", f"`{parity['command']}`, {parity['steps']} steps. {parity['made']}"])
+
+
+def room_table() -> str:
+    """The rooms of docs/architecture.md, which are the first lines of their docstrings."""
+    rows = re.findall(r"^\| \[`(\w+/)`\]\(\S+\) \| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}} {line}" for name, line in rows]
+    return "\n".join(["```", f"{'train.py':{width + 2}} the whole run in four functions", "src/acc_lm/", *lines, "```"])
+
+
+def insert_tables(readme: str) -> str:
+    for name, table in (("recipes", recipe_table), ("parity", parity_table), ("rooms", room_table)):
+        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
+        assert re.search(pattern, readme, re.DOTALL), f"README.md has no place for {name}"
+        text = f"{table()}\n"
+        readme = re.sub(pattern, lambda match, text=text: match[1] + text + match[2], readme, flags=re.DOTALL)
+    return readme
 
 
 def insert(readme: str, name: str, text: str) -> str:
@@ -63,17 +94,16 @@ def insert(readme: str, name: str, text: str) -> str:
 
 def main() -> None:
     if sys.argv[1:] == ["recipes"]:
-        (ROOT / "README.md").write_text(insert_table((ROOT / "README.md").read_text()))
+        (ROOT / "README.md").write_text(insert_tables((ROOT / "README.md").read_text()))
         return
+    run = ROOT / "runs/readme"
     if len(sys.argv) == 3:
-        train, test = (Path(name).read_text() for name in sys.argv[1:])
+        train, run = Path(sys.argv[1]).read_text(), Path(sys.argv[2])
     else:
-        train = output_of(sys.executable, "train.py", "output_dir=runs/readme")
-        test = output_of("make", "test")
-    summary = re.findall(r"=+ (\d+ passed.*?) =+", test)[-1]
-    readme = insert_table((ROOT / "README.md").read_text())
-    readme = insert(readme, "quickstart", training_block(train))
-    (ROOT / "README.md").write_text(insert(readme, "tests", summary))
+        train = output_of(sys.executable, "train.py", f"output_dir={run}")
+    shutil.copy(run / "training_curves.png", ROOT / "docs/quickstart.png")
+    readme = insert_tables((ROOT / "README.md").read_text())
+    (ROOT / "README.md").write_text(insert(readme, "quickstart", training_block(train)))
 
 
 if __name__ == "__main__":
