@@ -183,10 +183,13 @@ class Chaos:
         matrix = whole_matrix(Scenario("gpt2"), self.room("matrix"))
         worst = max(difference for row in matrix.values() for difference, _ in row.values())
         self.matrix = [
-            "", "Largest relative difference of loss and gradient norm from one process that was never interrupted, in the ten steps after the load; "
-            "`=`: and bit for bit what the writer itself went on to do. Rows wrote, columns read.", "",
-            f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|",
-        ]  # fmt: skip
+            "",
+            "Largest relative difference of loss and gradient norm from one process that was never interrupted, in the ten steps after the load; "
+            "`=`: and bit for bit what the writer itself went on to do. Rows wrote, columns read.",
+            "",
+            f"| | {' | '.join(ENGINES)} |",
+            "|---" * (len(ENGINES) + 1) + "|",
+        ]
         for writer, row in matrix.items():
             self.matrix.append(f"| {writer} | {' | '.join(f'{row[r][0]:.0e}' + ' =' * row[r][1] for r in ENGINES)} |")
         return f"every engine's checkpoint read by every engine, the 10 steps after it | {len(matrix)} x {len(matrix)} pairs within {worst:.0e}; table below"
@@ -213,8 +216,16 @@ def main() -> None:
     for name in only:
         rows[name] = f"| {name} | {getattr(chaos, name)()} |"
         print(rows[name], flush=True)
-    lines = ["`make chaos`, that is `python benchmarks/chaos.py docs/reliability.md`:", "", machine_line(), "",
-             "| gate | what was done | what came of it |", "|---|---|---|", *rows.values(), *chaos.matrix]  # fmt: skip
+    lines = [
+        "`make chaos`, that is `python benchmarks/chaos.py docs/reliability.md`:",
+        "",
+        machine_line(),
+        "",
+        "| gate | what was done | what came of it |",
+        "|---|---|---|",
+        *rows.values(),
+        *chaos.matrix,
+    ]
     if known.page:
         write(known.page, lines, rows if known.only else None)
 

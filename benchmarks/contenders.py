@@ -114,16 +114,33 @@ class Job:
 
     def _recipe(self) -> dict[str, Any]:
         return {
-            "output_dir": "run", "seed": SEED,
+            "output_dir": "run",
+            "seed": SEED,
             "model": {"name_or_path": str(self.weights)},
-            "data": {"source": "files", "files": [str(self.folder / "text.json")], "eval_files": [str(self.folder / "held-out.json")],
-                     "sequence_length": self.length, "cache_dir": str(self.folder / "cache")},
-            "training": {"max_steps": 10 * self.num_steps, "global_batch_size": self.batch_size, "micro_batch_size": self.batch_size,
-                         "mixed_precision": "no", "eval_every": 10 * self.num_steps},
-            "optimizer": {"learning_rate": LEARNING_RATE, "betas": [0.9, 0.999], "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
+            "data": {
+                "source": "files",
+                "files": [str(self.folder / "text.json")],
+                "eval_files": [str(self.folder / "held-out.json")],
+                "sequence_length": self.length,
+                "cache_dir": str(self.folder / "cache"),
+            },
+            "training": {
+                "max_steps": 10 * self.num_steps,
+                "global_batch_size": self.batch_size,
+                "micro_batch_size": self.batch_size,
+                "mixed_precision": "no",
+                "eval_every": 10 * self.num_steps,
+            },
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "betas": [0.9, 0.999],
+                "weight_decay": 0.0,
+                "max_grad_norm": MAX_GRAD_NORM,
+            },
             "schedule": {"name": "constant"},
-            "checkpoint": {"every": 10 * self.num_steps}, "tracking": {"report_to": []},
-        }  # fmt: skip
+            "checkpoint": {"every": 10 * self.num_steps},
+            "tracking": {"report_to": []},
+        }
 
     def row(self, start: int) -> np.ndarray:
         """`length` + 1 ids."""
@@ -318,15 +335,34 @@ def trainer(
     import torch
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    tuned = {} if default else {"disable_tqdm": True, "average_tokens_across_devices": False, "optim": "adamw_torch_fused",
-                                "dataloader_pin_memory": False}  # fmt: skip
+    tuned = (
+        {}
+        if default
+        else {
+            "disable_tqdm": True,
+            "average_tokens_across_devices": False,
+            "optim": "adamw_torch_fused",
+            "dataloader_pin_memory": False,
+        }
+    )
     arguments = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=micro_batch_size or job.batch_size,
-        gradient_accumulation_steps=job.batch_size // (micro_batch_size or job.batch_size), max_steps=job.num_steps, learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM, save_strategy="no",
-        remove_unused_columns=False, train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(), bf16=precision == "bf16",
-        torch_compile=bool(compiled), torch_compile_backend=compiled, **tuned,
-    )  # fmt: skip
+        output_dir="out",
+        per_device_train_batch_size=micro_batch_size or job.batch_size,
+        gradient_accumulation_steps=job.batch_size // (micro_batch_size or job.batch_size),
+        max_steps=job.num_steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=MAX_GRAD_NORM,
+        save_strategy="no",
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+        use_cpu=not torch.cuda.is_available(),
+        bf16=precision == "bf16",
+        torch_compile=bool(compiled),
+        torch_compile_backend=compiled,
+        **tuned,
+    )
     model = load(job, default)
     if not default:
         model.config.use_cache = False
@@ -370,9 +406,13 @@ def lightning(job: Job, default: bool = False, precision: str = "no", compiled: 
     )
     loader = torch.utils.data.DataLoader(InOrder(job, False), batch_size=job.batch_size)  # type: ignore[arg-type, var-annotated]
     L.Trainer(
-        accelerator="auto" if torch.cuda.is_available() else "cpu", devices=1, max_steps=job.num_steps, gradient_clip_val=MAX_GRAD_NORM,
-        precision="bf16-mixed" if precision == "bf16" else "32-true", **tuned,
-    ).fit(Module(), loader)  # fmt: skip
+        accelerator="auto" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        max_steps=job.num_steps,
+        gradient_clip_val=MAX_GRAD_NORM,
+        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        **tuned,
+    ).fit(Module(), loader)
 
 
 # --- from a folder of peers ----------------------------------------------------------------------------------------
@@ -411,12 +451,29 @@ def nanogpt(job: Job) -> None:
     shape = job.model
     device = device_here()
     settings: dict[str, Any] = {
-        "out_dir": str(Path("out").resolve()), "dataset": str(job.folder / "data"), "eval_interval": 10**9, "eval_iters": 1,
-        "log_interval": 10, "gradient_accumulation_steps": 1, "batch_size": job.batch_size, "block_size": job.length,
-        "n_layer": shape["n_layer"], "n_head": shape["n_head"], "n_embd": shape["n_embd"], "dropout": 0.0, "bias": True,
-        "learning_rate": LEARNING_RATE, "max_iters": 10**9, "weight_decay": 0.0, "beta2": 0.999, "grad_clip": MAX_GRAD_NORM,
-        "decay_lr": False, "device": device, "compile": device == "cuda", "dtype": "bfloat16" if device == "cuda" else "float32",
-    }  # fmt: skip
+        "out_dir": str(Path("out").resolve()),
+        "dataset": str(job.folder / "data"),
+        "eval_interval": 10**9,
+        "eval_iters": 1,
+        "log_interval": 10,
+        "gradient_accumulation_steps": 1,
+        "batch_size": job.batch_size,
+        "block_size": job.length,
+        "n_layer": shape["n_layer"],
+        "n_head": shape["n_head"],
+        "n_embd": shape["n_embd"],
+        "dropout": 0.0,
+        "bias": True,
+        "learning_rate": LEARNING_RATE,
+        "max_iters": 10**9,
+        "weight_decay": 0.0,
+        "beta2": 0.999,
+        "grad_clip": MAX_GRAD_NORM,
+        "decay_lr": False,
+        "device": device,
+        "compile": device == "cuda",
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+    }
     import pickle
 
     (job.folder / "data/meta.pkl").write_bytes(pickle.dumps({"vocab_size": job.vocab_size}))
@@ -443,10 +500,17 @@ def run_clm(job: Job, **more: Any) -> None:
     if not hasattr(DistributedType, "TPU"):  # its name until Accelerate 1.0, which the script still compares with
         DistributedType.TPU = DistributedType.XLA
     given: dict[str, Any] = {
-        "train_file": "train.json", "validation_file": str(job.folder / "held-out.json"), "model_name_or_path": str(job.default_weights),
-        "block_size": job.length + 1, "per_device_train_batch_size": job.batch_size, "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant", "max_train_steps": job.num_steps, "num_train_epochs": 1, "seed": SEED,
-    }  # fmt: skip
+        "train_file": "train.json",
+        "validation_file": str(job.folder / "held-out.json"),
+        "model_name_or_path": str(job.default_weights),
+        "block_size": job.length + 1,
+        "per_device_train_batch_size": job.batch_size,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_train_steps": job.num_steps,
+        "num_train_epochs": 1,
+        "seed": SEED,
+    }
     os.environ["HF_DATASETS_CACHE"] = str(Path("datasets").resolve())
     sys.argv = [
         "run_clm_no_trainer.py",
@@ -485,11 +549,24 @@ def litgpt(job: Job, precision: str = "no") -> None:
     shape = job.model
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     config = Config(
-        name="bench", block_size=job.length, vocab_size=job.vocab_size, padded_vocab_size=job.vocab_size, n_layer=shape["num_hidden_layers"],
-        n_head=heads, n_query_groups=shape["num_key_value_heads"], n_embd=hidden, head_size=hidden // heads, rotary_percentage=1.0,
-        parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=1e-6, mlp_class_name="LLaMAMLP",
-        intermediate_size=shape["intermediate_size"], rope_base=10000,
-    )  # fmt: skip
+        name="bench",
+        block_size=job.length,
+        vocab_size=job.vocab_size,
+        padded_vocab_size=job.vocab_size,
+        n_layer=shape["num_hidden_layers"],
+        n_head=heads,
+        n_query_groups=shape["num_key_value_heads"],
+        n_embd=hidden,
+        head_size=hidden // heads,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        norm_eps=1e-6,
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=shape["intermediate_size"],
+        rope_base=10000,
+    )
     own: dict[str, Any] = {}
     copy_weights_hf_llama(config, {}, own, dict(load(job, False).state_dict()))
     initialise = pretrain.initialize_weights
@@ -500,13 +577,30 @@ def litgpt(job: Job, precision: str = "no") -> None:
 
     pretrain.initialize_weights = with_our_weights
     pretrain.setup(
-        model_name="bench", model_config=config, out_dir=Path("out"), precision="bf16-mixed" if precision == "bf16" else "32-true",
-        data=Tokens(), devices=1, logger_name="csv", seed=SEED, eval=EvalArgs(interval=10**9, max_iters=1),
-        train=TrainArgs(save_interval=None, log_interval=10, global_batch_size=job.batch_size, micro_batch_size=job.batch_size,
-                        max_tokens=job.num_steps * job.batch_size * job.length, max_norm=MAX_GRAD_NORM, min_lr=LEARNING_RATE, lr_warmup_steps=0),
-        optimizer={"class_path": "torch.optim.AdamW",
-                   "init_args": {"lr": LEARNING_RATE, "weight_decay": 0.0, "betas": (0.9, 0.999)}},
-    )  # fmt: skip
+        model_name="bench",
+        model_config=config,
+        out_dir=Path("out"),
+        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        data=Tokens(),
+        devices=1,
+        logger_name="csv",
+        seed=SEED,
+        eval=EvalArgs(interval=10**9, max_iters=1),
+        train=TrainArgs(
+            save_interval=None,
+            log_interval=10,
+            global_batch_size=job.batch_size,
+            micro_batch_size=job.batch_size,
+            max_tokens=job.num_steps * job.batch_size * job.length,
+            max_norm=MAX_GRAD_NORM,
+            min_lr=LEARNING_RATE,
+            lr_warmup_steps=0,
+        ),
+        optimizer={
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": LEARNING_RATE, "weight_decay": 0.0, "betas": (0.9, 0.999)},
+        },
+    )
 
 
 def _run_script(file: Path) -> None:

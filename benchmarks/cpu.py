@@ -46,10 +46,23 @@ Figure = dict[str, Any]
 REFERENCE = "bare loop"
 BEST_GUESS = ("ours", "ours again")
 IMPORTED = (
-    "torch", "torch._dynamo", "accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "datasets",
-    "transformers.models.llama.modeling_llama", "lightning", "acc_lm.cli.train", "acc_lm.checkpointing.saving", "acc_lm.export.export", "acc_lm.reporting.tracking",
-    "acc_lm.modeling.build", "torch.distributed.fsdp", "matplotlib.pyplot", "deepspeed",
-)  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "accelerate",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "datasets",
+    "transformers.models.llama.modeling_llama",
+    "lightning",
+    "acc_lm.cli.train",
+    "acc_lm.checkpointing.saving",
+    "acc_lm.export.export",
+    "acc_lm.reporting.tracking",
+    "acc_lm.modeling.build",
+    "torch.distributed.fsdp",
+    "matplotlib.pyplot",
+    "deepspeed",
+)
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -77,8 +90,23 @@ class Sizes:
     seen: int = 1_000_000
 
 
-TOY = Sizes(char=(1, 1, 16, 8, 2), char_steps=2, loop_steps=3, tiny=(1, 2, 16, 8, 2), tiny_steps=1, tiny_vocab=64, rounds=2, few_rounds=2,
-            text_bytes=30_000, tokens=60_000, head=(64, 8, 128), save_width=48, starts=1, growth=False, seen=1000)  # fmt: skip
+TOY = Sizes(
+    char=(1, 1, 16, 8, 2),
+    char_steps=2,
+    loop_steps=3,
+    tiny=(1, 2, 16, 8, 2),
+    tiny_steps=1,
+    tiny_vocab=64,
+    rounds=2,
+    few_rounds=2,
+    text_bytes=30_000,
+    tokens=60_000,
+    head=(64, 8, 128),
+    save_width=48,
+    starts=1,
+    growth=False,
+    seen=1000,
+)
 
 
 @dataclass
@@ -99,12 +127,25 @@ class Run:
     def job(self, name: str, shape: tuple[int, int, int, int, int], vocab_size: int, num_steps: int, gpt2: bool) -> Job:
         layers, heads, width, length, batch_size = shape
         if gpt2:
-            model = {"model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": length,
-                     "activation_function": "gelu_pytorch_tanh", **NO_DROPOUT}  # fmt: skip
+            model = {
+                "model_type": "gpt2",
+                "n_layer": layers,
+                "n_head": heads,
+                "n_embd": width,
+                "n_positions": length,
+                "activation_function": "gelu_pytorch_tanh",
+                **NO_DROPOUT,
+            }
         else:
-            model = {"model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width + width // 2 + width // 8,
-                     "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
-                     "max_position_embeddings": length}  # fmt: skip
+            model = {
+                "model_type": "llama",
+                "hidden_size": width,
+                "intermediate_size": 2 * width + width // 2 + width // 8,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads,
+                "max_position_embeddings": length,
+            }
         # Nobody comes to the end of the text: what an epoch's end costs is not what a step costs.
         job = Job(
             name,
@@ -126,9 +167,13 @@ class Run:
         if why:
             self.void.append(f"{job.name}: {why}")
         self.races[job.name] |= {
-            "samples": race.samples, "checks": race.checks, "failed": race.failed, "absent": absent, "ours_over_ours": noise,
+            "samples": race.samples,
+            "checks": race.checks,
+            "failed": race.failed,
+            "absent": absent,
+            "ours_over_ours": noise,
             "seconds_to_checked": race.started,
-        }  # fmt: skip
+        }
         return race
 
 
@@ -153,12 +198,29 @@ def c1_step(run: Run) -> None:
     ours = race.values("ours", "cpu")
     for name in race.samples:
         goal = Goal(at_most=0.97) if name == best else Goal(at_most=0.80) if name == "Trainer" else None
-        run.add("C1", "CPU time of a step, char shape", name, ours=ours, theirs=race.values(name, "cpu"), unit="ms", scale=1e3,
-                goal=goal, note="the best peer" if name == best else "")  # fmt: skip
+        run.add(
+            "C1",
+            "CPU time of a step, char shape",
+            name,
+            ours=ours,
+            theirs=race.values(name, "cpu"),
+            unit="ms",
+            scale=1e3,
+            goal=goal,
+            note="the best peer" if name == best else "",
+        )
     flops, speed = step_flops(job), ring.in_a_process(matmul_speed, job.folder / "matmul")
     reached = [flops / speed / seconds for seconds in ours]
-    run.add("C1", "of one core's fp32 matrix product, char shape", "limit", ours=reached, unit="of the limit",
-            goal=Goal("median", at_least=0.65), higher_is_better=True, note=f"{flops / 1e9:.2f} GFLOP a step at {speed / 1e9:.0f} GFLOP/s")  # fmt: skip
+    run.add(
+        "C1",
+        "of one core's fp32 matrix product, char shape",
+        "limit",
+        ours=reached,
+        unit="of the limit",
+        goal=Goal("median", at_least=0.65),
+        higher_is_better=True,
+        note=f"{flops / 1e9:.2f} GFLOP a step at {speed / 1e9:.0f} GFLOP/s",
+    )
 
 
 def step_flops(job: Job) -> float:
@@ -194,8 +256,16 @@ def c2_overhead(run: Run) -> None:
     ours = race.values("ours", "cpu")
     for name in race.samples:
         goal = Goal(at_most=1.0) if name.startswith(("Trainer", "Lightning")) else None
-        run.add("C2", "CPU time of a step with nothing to compute", name, ours=ours, theirs=race.values(name, "cpu"), unit="ms", scale=1e3,
-                goal=goal)  # fmt: skip
+        run.add(
+            "C2",
+            "CPU time of a step with nothing to compute",
+            name,
+            ours=ours,
+            theirs=race.values(name, "cpu"),
+            unit="ms",
+            scale=1e3,
+            goal=goal,
+        )
     for name in [name for name in race.samples if name.startswith("bare")]:
         above = [a - b for a, b in zip(ours, race.values(name, "cpu"), strict=True)]
         goal = Goal("median", at_most=0.30) if name == "bare loop, tuned" else None
@@ -220,27 +290,55 @@ def c3_precision_c10_memory(run: Run) -> None:
         "bare loop, tuned, bf16": lambda: contenders.bare(job, precision="bf16"),
         "Trainer, tuned, bf16": lambda: contenders.trainer(job, precision="bf16"),
     }
-    race = run.race(job, runs | bf16, absent, steps=sizes.tiny_steps, rounds=sizes.rounds,
-                    tolerances=dict.fromkeys(bf16, ring.TOLERANCE["bf16"]))  # fmt: skip
+    race = run.race(
+        job,
+        runs | bf16,
+        absent,
+        steps=sizes.tiny_steps,
+        rounds=sizes.rounds,
+        tolerances=dict.fromkeys(bf16, ring.TOLERANCE["bf16"]),
+    )
     if "ours" not in race.samples:
         return
     for name in race.samples:
         mine = "ours, bf16" if "bf16" in name else "ours"
         if mine in race.samples:
-            run.add("C3", f"CPU time of a step, tiny-bpe shape, {'bf16' if 'bf16' in name else 'fp32'}", name, ours=race.values(mine, "cpu"),
-                    theirs=race.values(name, "cpu"), unit="ms", scale=1e3)  # fmt: skip
+            run.add(
+                "C3",
+                f"CPU time of a step, tiny-bpe shape, {'bf16' if 'bf16' in name else 'fp32'}",
+                name,
+                ours=race.values(mine, "cpu"),
+                theirs=race.values(name, "cpu"),
+                unit="ms",
+                scale=1e3,
+            )
     if "ours, bf16" in race.samples:
         has_units = any(word in Path("/proc/cpuinfo").read_text() for word in ("avx512_bf16", "amx_bf16"))
         gain = [a / b for a, b in zip(race.values("ours", "cpu"), race.values("ours, bf16", "cpu"), strict=True)]
-        run.add("C3", "bf16 over fp32, ours", "ours", ours=gain, unit="x", goal=Goal("median", at_least=1.2) if has_units else None,
-                higher_is_better=True, note="" if has_units else "this CPU has no bf16 units")  # fmt: skip
+        run.add(
+            "C3",
+            "bf16 over fp32, ours",
+            "ours",
+            ours=gain,
+            unit="x",
+            goal=Goal("median", at_least=1.2) if has_units else None,
+            higher_is_better=True,
+            note="" if has_units else "this CPU has no bf16 units",
+        )
     fp32 = [name for name in race.samples if "bf16" not in name]
     peers = [name for name in fp32 if not name.startswith("ours")]
     least = min(peers, key=lambda name: max(race.values(name, "memory")))
     for name in fp32:
-        run.add("C10", "peak memory above what was there before the model, tiny-bpe shape", name,
-                ours=[max(race.values("ours", "memory"))], theirs=[max(race.values(name, "memory"))], unit="MiB",
-                goal=Goal(at_most=1.0) if name == least else None, note="the best peer" if name == least else "")  # fmt: skip
+        run.add(
+            "C10",
+            "peak memory above what was there before the model, tiny-bpe shape",
+            name,
+            ours=[max(race.values("ours", "memory"))],
+            theirs=[max(race.values(name, "memory"))],
+            unit="MiB",
+            goal=Goal(at_most=1.0) if name == least else None,
+            note="the best peer" if name == least else "",
+        )
 
 
 def c12_two_processes(run: Run) -> None:
@@ -257,8 +355,15 @@ def c12_two_processes(run: Run) -> None:
             if os.fork() == 0:
                 rank = 1
                 die_with_parent()
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                           "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "ACCELERATE_USE_CPU": "true",
+            }
             if rank:
                 follow()
             work()
@@ -276,8 +381,16 @@ def c12_two_processes(run: Run) -> None:
         return
     for name in race.samples:
         goal = Goal(at_most=1 / 0.97) if name == "bare loop, tuned" else None
-        run.add("C12", "CPU time of a step of one of two processes", name, ours=race.values("ours", "cpu"), theirs=race.values(name, "cpu"),
-                unit="ms", scale=1e3, goal=goal)  # fmt: skip
+        run.add(
+            "C12",
+            "CPU time of a step of one of two processes",
+            name,
+            ours=race.values("ours", "cpu"),
+            theirs=race.values(name, "cpu"),
+            unit="ms",
+            scale=1e3,
+            goal=goal,
+        )
 
 
 def free_port() -> int:
@@ -310,8 +423,9 @@ def c4_tokenise_c6_kept(run: Run) -> None:
     rounds = 3
     timed: dict[str, list[dict[str, float]]] = {"ours": [], "tokenizer alone": []}
     works: dict[str, Callable[[], dict[str, float]]] = {
-        "ours": lambda: pack_with_ours(folder, length), "tokenizer alone": lambda: encode_alone(folder),
-    }  # fmt: skip
+        "ours": lambda: pack_with_ours(folder, length),
+        "tokenizer alone": lambda: encode_alone(folder),
+    }
     absent = {"nanoGPT": "its prepare.py downloads its text", "litgpt": "its TextFiles needs litdata"}
     if contenders.peer_folder("transformers") is not None:
         timed["run_clm_no_trainer"] = []
@@ -333,8 +447,17 @@ def c4_tokenise_c6_kept(run: Run) -> None:
     ours = [made["tokens"] / sample["seconds"] for sample in timed["ours"]]
     for name, samples in timed.items():
         goal = {"tokenizer alone": Goal(at_least=0.95), "run_clm_no_trainer": Goal(at_least=2.0)}.get(name)
-        run.add("C4", "tokens per CPU second from text to rows", name, ours=ours, theirs=[made["tokens"] / s["seconds"] for s in samples],
-                unit="thousand/s", scale=1e-3, goal=goal, higher_is_better=True)  # fmt: skip
+        run.add(
+            "C4",
+            "tokens per CPU second from text to rows",
+            name,
+            ours=ours,
+            theirs=[made["tokens"] / s["seconds"] for s in samples],
+            unit="thousand/s",
+            scale=1e-3,
+            goal=goal,
+            higher_is_better=True,
+        )
     for name, samples in timed.items():
         if "kept" in samples[0]:
             lost = made["tokens"] - samples[0]["kept"]
@@ -377,8 +500,13 @@ def pack_with_ours(folder: Path, length: int) -> dict[str, float]:
     from acc_lm.config import DataConfig, TokenizerConfig
     from acc_lm.data import build_data
 
-    config = DataConfig(source="files", files=(str(folder / "text.json"),), eval_files=(str(folder / "held-out.json"),),
-                        sequence_length=length, cache_dir=tempfile.mkdtemp(dir=folder))  # fmt: skip
+    config = DataConfig(
+        source="files",
+        files=(str(folder / "text.json"),),
+        eval_files=(str(folder / "held-out.json"),),
+        sequence_length=length,
+        cache_dir=tempfile.mkdtemp(dir=folder),
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     began = time.process_time()
     data = build_data(config, TokenizerConfig(), tokenizer, 0, 1)
@@ -429,8 +557,17 @@ def pack_with_run_clm(folder: Path, length: int) -> dict[str, float]:
     datasets.DatasetDict.map = timed
     torch.utils.data.DataLoader.__init__ = stop  # type: ignore[method-assign]
     os.environ["HF_DATASETS_CACHE"] = datasets.config.HF_DATASETS_CACHE = tempfile.mkdtemp(dir=folder)
-    sys.argv = ["run_clm_no_trainer.py", "--train_file", str(folder / "text.json"), "--validation_file", str(folder / "held-out.json"),
-                "--model_name_or_path", str(folder / "tokenizer"), "--block_size", str(length)]  # fmt: skip
+    sys.argv = [
+        "run_clm_no_trainer.py",
+        "--train_file",
+        str(folder / "text.json"),
+        "--validation_file",
+        str(folder / "held-out.json"),
+        "--model_name_or_path",
+        str(folder / "tokenizer"),
+        "--block_size",
+        str(length),
+    ]
     with contextlib.suppress(Packed):
         contenders._run_script(contenders.run_clm_file(peer))
     return took
@@ -468,10 +605,27 @@ def c5_loader(run: Run) -> None:
     speeds = ring.in_a_process(take_turns, run.folder / "loader")
     run.samples["C5"] = {"samples": speeds, "absent": absent}
     for name, samples in speeds.items():
-        run.add("C5", "tokens per CPU second from the loader", name, ours=speeds["ours"], theirs=samples, unit="million/s", scale=1e-6,
-                goal=Goal(at_least=10.0) if name == "nanoGPT" else None, higher_is_better=True)  # fmt: skip
-    run.add("C5", "tokens per CPU second from the loader, ours", "goal", ours=speeds["ours"], unit="million/s", scale=1e-6,
-            goal=Goal("median", at_least=100.0), higher_is_better=True)  # fmt: skip
+        run.add(
+            "C5",
+            "tokens per CPU second from the loader",
+            name,
+            ours=speeds["ours"],
+            theirs=samples,
+            unit="million/s",
+            scale=1e-6,
+            goal=Goal(at_least=10.0) if name == "nanoGPT" else None,
+            higher_is_better=True,
+        )
+    run.add(
+        "C5",
+        "tokens per CPU second from the loader, ours",
+        "goal",
+        ours=speeds["ours"],
+        unit="million/s",
+        scale=1e-6,
+        goal=Goal("median", at_least=100.0),
+        higher_is_better=True,
+    )
 
 
 def rounds_of_get_batch(run: Run, length: int, batch_size: int, steps: int) -> Iterator[float]:
@@ -486,8 +640,16 @@ def rounds_of_get_batch(run: Run, length: int, batch_size: int, steps: int) -> I
 
     tree = __import__("ast").parse((folder / "train.py").read_text())
     (function,) = [node for node in tree.body if getattr(node, "name", "") == "get_batch"]
-    names: dict[str, Any] = {"np": np, "os": os, "torch": torch, "data_dir": str(data), "block_size": length, "batch_size": batch_size,
-                             "device_type": "cpu", "device": "cpu"}  # fmt: skip
+    names: dict[str, Any] = {
+        "np": np,
+        "os": os,
+        "torch": torch,
+        "data_dir": str(data),
+        "block_size": length,
+        "batch_size": batch_size,
+        "device_type": "cpu",
+        "device": "cpu",
+    }
     assert memmap is np.memmap
     exec(compile(__import__("ast").Module([function], []), "train.py", "exec"), names)
     while True:
@@ -506,8 +668,15 @@ def c7_loss_head(run: Run) -> None:
     samples = loss_head.samples(3 if run.sizes.growth else 1, *run.sizes.head)
     run.samples["C7"] = samples
     for key, unit, goal in (("seconds", "s", 1.05), ("megabytes", "MB", 0.35)):
-        run.add("C7", f"loss head at V = {run.sizes.head[2]}, {'CPU time' if key == 'seconds' else 'memory'}", "transformers' way",
-                ours=[s[key] for s in samples["fused"]], theirs=[s[key] for s in samples["plain"]], unit=unit, goal=Goal(at_most=goal))  # fmt: skip
+        run.add(
+            "C7",
+            f"loss head at V = {run.sizes.head[2]}, {'CPU time' if key == 'seconds' else 'memory'}",
+            "transformers' way",
+            ours=[s[key] for s in samples["fused"]],
+            theirs=[s[key] for s in samples["plain"]],
+            unit=unit,
+            goal=Goal(at_most=goal),
+        )
 
 
 def c8_saving(run: Run) -> None:
@@ -524,8 +693,17 @@ def c8_saving(run: Run) -> None:
     speed = {
         name: [measured["bytes"] / 2**20 / seconds for seconds in values] for name, values in measured["times"].items()
     }
-    run.add("C8", "a checkpoint's speed beside a raw write and fsync", "raw write", ours=speed["save"], theirs=speed["raw"], unit="MiB/s",
-            goal=Goal(at_least=0.85), higher_is_better=True, note="what a save behind the training costs: docs/reliability.md")  # fmt: skip
+    run.add(
+        "C8",
+        "a checkpoint's speed beside a raw write and fsync",
+        "raw write",
+        ours=speed["save"],
+        theirs=speed["raw"],
+        unit="MiB/s",
+        goal=Goal(at_least=0.85),
+        higher_is_better=True,
+        note="what a save behind the training costs: docs/reliability.md",
+    )
 
 
 def c9_resume(run: Run) -> None:
@@ -556,8 +734,16 @@ def c9_resume(run: Run) -> None:
 
     times = ring.in_a_process(measure, run.folder / "resume")
     run.samples["C9"] = times
-    run.add("C9", f"time to the first batch after {run.sizes.seen:,} batches, beside after none", "ours at the start", ours=times["late"],
-            theirs=times["start"], unit="ms", scale=1e3, goal=Goal(at_most=1.1))  # fmt: skip
+    run.add(
+        "C9",
+        f"time to the first batch after {run.sizes.seen:,} batches, beside after none",
+        "ours at the start",
+        ours=times["late"],
+        theirs=times["start"],
+        unit="ms",
+        scale=1e3,
+        goal=Goal(at_most=1.1),
+    )
 
 
 FIRST_STEP = """
@@ -605,8 +791,15 @@ job = Job({job.name!r}, Path({str(job.folder)!r}), {job.model!r}, {job.length}, 
             walls[name].append(time.perf_counter() - began)
     run.samples["C11"] = {"cpu": times, "wall": walls, "absent": absent}
     for name in codes:
-        run.add("C11", "CPU time from a fresh Python to the end of the first step", name, ours=times["ours"], theirs=times[name], unit="s",
-                goal=Goal(at_most=0.7) if name == "Trainer" else None)  # fmt: skip
+        run.add(
+            "C11",
+            "CPU time from a fresh Python to the end of the first step",
+            name,
+            ours=times["ours"],
+            theirs=times[name],
+            unit="s",
+            goal=Goal(at_most=0.7) if name == "Trainer" else None,
+        )
     run.add(
         "C11", "CPU time of train.py --help", "ours", ours=times["--help"], unit="s", goal=Goal("median", at_most=0.5)
     )
@@ -652,8 +845,14 @@ def c13_growth(run: Run) -> None:
             growth = (seconds[-1] / seconds[-2]) / (flops[-1] / flops[-2])
             place = 2 if name == "row length" else 0
             last, before = sizes[-1][place], sizes[-2][place]
-            run.add("C13", f"growth of a step's time over that of its operations, {name} {before} to {last}", "ours", ours=[growth], unit="x",
-                    goal=Goal("median", at_most=1.15))  # fmt: skip
+            run.add(
+                "C13",
+                f"growth of a step's time over that of its operations, {name} {before} to {last}",
+                "ours",
+                ours=[growth],
+                unit="x",
+                goal=Goal("median", at_most=1.15),
+            )
 
 
 def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
@@ -671,11 +870,24 @@ def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
     steps = []
     for width, layers, length, batch_size in shapes:
         recipe = {
-            "model": {"config": {"model_type": "gpt2", "n_layer": layers, "n_head": width // 32, "n_embd": width, "n_positions": length,
-                                 "vocab_size": 1024, "activation_function": "gelu_pytorch_tanh", **NO_DROPOUT}},
-            "tokenizer": {"kind": "byte"}, "schedule": {"warmup_steps": 0}, "data": {"source": "synthetic", "sequence_length": length}, "tracking": {"report_to": []},
+            "model": {
+                "config": {
+                    "model_type": "gpt2",
+                    "n_layer": layers,
+                    "n_head": width // 32,
+                    "n_embd": width,
+                    "n_positions": length,
+                    "vocab_size": 1024,
+                    "activation_function": "gelu_pytorch_tanh",
+                    **NO_DROPOUT,
+                }
+            },
+            "tokenizer": {"kind": "byte"},
+            "schedule": {"warmup_steps": 0},
+            "data": {"source": "synthetic", "sequence_length": length},
+            "tracking": {"report_to": []},
             "training": {"max_steps": 9, "global_batch_size": batch_size, "micro_batch_size": batch_size},
-        }  # fmt: skip
+        }
         Path("recipe.yaml").write_text(json.dumps(recipe))
         config = load_config("recipe.yaml", [])
         accelerator = build_accelerator(config)
@@ -707,9 +919,18 @@ def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
 # --- all of it -----------------------------------------------------------------------------------------------------
 
 SUITE: dict[str, Callable[[Run], None]] = {
-    "C1": c1_step, "C2": c2_overhead, "C3": c3_precision_c10_memory, "C4": c4_tokenise_c6_kept, "C5": c5_loader, "C7": c7_loss_head,
-    "C8": c8_saving, "C9": c9_resume, "C11": c11_start, "C12": c12_two_processes, "C13": c13_growth,
-}  # fmt: skip
+    "C1": c1_step,
+    "C2": c2_overhead,
+    "C3": c3_precision_c10_memory,
+    "C4": c4_tokenise_c6_kept,
+    "C5": c5_loader,
+    "C7": c7_loss_head,
+    "C8": c8_saving,
+    "C9": c9_resume,
+    "C11": c11_start,
+    "C12": c12_two_processes,
+    "C13": c13_growth,
+}
 
 
 def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
@@ -742,10 +963,18 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {
-        **report.header("cpu"), "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": sizes == Sizes(),
-        "load": {"before": before, "after": os.getloadavg()}, "seconds": time.monotonic() - began, "seconds_of": run.seconds,
-        "figures": run.figures, "races": run.races, "samples": run.samples,
-    }  # fmt: skip
+        **report.header("cpu"),
+        "void": bool(run.void),
+        "void_because": run.void,
+        "failed": failed,
+        "complete": sizes == Sizes(),
+        "load": {"before": before, "after": os.getloadavg()},
+        "seconds": time.monotonic() - began,
+        "seconds_of": run.seconds,
+        "figures": run.figures,
+        "races": run.races,
+        "samples": run.samples,
+    }
     if only:
         result = report.beside_others(result, output)
         result["complete"] = result["complete"] and set(result["seconds_of"]) == set(SUITE)

@@ -55,9 +55,13 @@ def main() -> None:
         rows.append(f"| {name} | {sum(seen.values()):,} | {what} | {len(failed)} |")
     lines = [
         f"`make fuzz MINUTES={arguments.minutes:g}`, that is `python benchmarks/fuzz.py --minutes {arguments.minutes:g} docs/reliability.md`:",
-        "", machine_line(), "",
-        "| what was made up | inputs | what became of them | tracebacks and wrong results, each kind once |", "|---|---|---|---|", *rows,
-    ]  # fmt: skip
+        "",
+        machine_line(),
+        "",
+        "| what was made up | inputs | what became of them | tracebacks and wrong results, each kind once |",
+        "|---|---|---|---|",
+        *rows,
+    ]
     print(*lines, sep="\n")
     if arguments.page:
         replace_block(arguments.page, "fuzz", "\n".join(lines))
@@ -71,9 +75,14 @@ def try_inputs(checked: Property, seed: int, seen: Counter[str], failed: dict[st
 
     @from_seed(seed)
     @settings(
-        max_examples=AT_ONCE[checked.starts_processes], deadline=None, database=None, phases=[Phase.generate] if checked.starts_processes else [Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck), print_blob=False, report_multiple_bugs=False,
-    )  # fmt: skip
+        max_examples=AT_ONCE[checked.starts_processes],
+        deadline=None,
+        database=None,
+        phases=[Phase.generate] if checked.starts_processes else [Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
     @given(checked.inputs)
     def try_it(value: object) -> None:
         seen[checked.check(value)] += 1

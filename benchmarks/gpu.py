@@ -64,24 +64,44 @@ class Shape:
 
 
 def gpt2(layers: int, heads: int, width: int, length: int, batch_size: int, vocab_size: int) -> Shape:
-    model = {"model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": length,
-             "activation_function": "gelu_pytorch_tanh", "summary_first_dropout": 0.0, **NO_DROPOUT}  # fmt: skip
+    model = {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_head": heads,
+        "n_embd": width,
+        "n_positions": length,
+        "activation_function": "gelu_pytorch_tanh",
+        "summary_first_dropout": 0.0,
+        **NO_DROPOUT,
+    }
     return Shape(model, length, batch_size, vocab_size)
 
 
 def llama(
     layers: int, heads: int, kv: int, width: int, inner: int, length: int, batch_size: int, vocab_size: int
 ) -> Shape:
-    model = {"model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-             "num_key_value_heads": kv, "max_position_embeddings": length, "tie_word_embeddings": True}  # fmt: skip
+    model = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": True,
+    }
     return Shape(model, length, batch_size, vocab_size)
 
 
 @dataclass(frozen=True)
 class Sizes:
     gpt2: Shape = field(default_factory=lambda: gpt2(12, 12, 768, 1024, 32, 50304))
-    llamas: tuple[Shape, ...] = field(default_factory=lambda: (
-        llama(16, 32, 8, 2048, 8192, 2048, 8, 128256), llama(16, 32, 8, 2048, 8192, 8192, 2, 128256)))  # fmt: skip
+    llamas: tuple[Shape, ...] = field(
+        default_factory=lambda: (
+            llama(16, 32, 8, 2048, 8192, 2048, 8, 128256),
+            llama(16, 32, 8, 2048, 8192, 8192, 2, 128256),
+        )
+    )
     steps: int = 20
     llama_steps: int = 4
     rounds: int = 7
@@ -104,9 +124,21 @@ class Sizes:
 
 
 TOY = Sizes(
-    gpt2=gpt2(1, 2, 16, 8, 2, 65), llamas=(llama(1, 2, 1, 16, 32, 8, 2, 65),), steps=2, llama_steps=1, rounds=2, llama_rounds=2, warm_up=1,
-    square=64, copied=1 << 16, attention=((1, 2, 1, 8, 16),), micro_batches=(1, 2), backend="eager", odd_vocabulary=65, accumulation=3,
-)  # fmt: skip
+    gpt2=gpt2(1, 2, 16, 8, 2, 65),
+    llamas=(llama(1, 2, 1, 16, 32, 8, 2, 65),),
+    steps=2,
+    llama_steps=1,
+    rounds=2,
+    llama_rounds=2,
+    warm_up=1,
+    square=64,
+    copied=1 << 16,
+    attention=((1, 2, 1, 8, 16),),
+    micro_batches=(1, 2),
+    backend="eager",
+    odd_vocabulary=65,
+    accumulation=3,
+)
 
 
 @dataclass
@@ -165,8 +197,17 @@ class Run:
         control: bool = True,
         **how: Any,
     ) -> Race:
-        race = ring.race(runs, job.folder / name, steps=steps, rounds=rounds, tolerance=ring.TOLERANCE["bf16"], warm_up=self.sizes.warm_up,
-                         together=self.together, deadline=self.deadline, **({"reference": REFERENCE} | how))  # fmt: skip
+        race = ring.race(
+            runs,
+            job.folder / name,
+            steps=steps,
+            rounds=rounds,
+            tolerance=ring.TOLERANCE["bf16"],
+            warm_up=self.sizes.warm_up,
+            together=self.together,
+            deadline=self.deadline,
+            **({"reference": REFERENCE} | how),
+        )
         found: dict[str, Any] = {
             "samples": race.samples,
             "checks": race.checks,
@@ -190,12 +231,31 @@ class Run:
             return
         ours = self.speeds(race, "ours", shape)
         for name in race.samples:
-            self.figures.append(figure(id, f"{what}, tokens/s", name, ours=ours, theirs=self.speeds(race, name, shape), unit="tokens/s",
-                                       goal=goals.get(name), higher_is_better=True))  # fmt: skip
+            self.figures.append(
+                figure(
+                    id,
+                    f"{what}, tokens/s",
+                    name,
+                    ours=ours,
+                    theirs=self.speeds(race, name, shape),
+                    unit="tokens/s",
+                    goal=goals.get(name),
+                    higher_is_better=True,
+                )
+            )
         for name in race.samples:
             goal = Goal(at_most=0.5) if name == "Trainer" and id == "G1" else None
-            self.figures.append(figure(id, f"{what}, peak memory", name, ours=[max(race.values("ours", "memory"))],
-                                       theirs=[max(race.values(name, "memory"))], unit="MiB", goal=goal))  # fmt: skip
+            self.figures.append(
+                figure(
+                    id,
+                    f"{what}, peak memory",
+                    name,
+                    ours=[max(race.values("ours", "memory"))],
+                    theirs=[max(race.values(name, "memory"))],
+                    unit="MiB",
+                    goal=goal,
+                )
+            )
 
     def add_mfu(self, id: str, what: str, race: Race, shape: Shape, goal: float) -> None:
         if self.peak is None or "ours" not in race.samples:
@@ -203,8 +263,17 @@ class Run:
         for causal in (False, True):
             shares = [speed * shape.flops(causal) / self.peak for speed in self.speeds(race, "ours", shape)]
             convention = "causal attention counted" if causal else "nanoGPT's convention"
-            self.figures.append(figure(id, f"{what}, MFU, {convention}, of {self.peak / 1e12:.0f} TFLOP/s", "ours", ours=shares, unit="",
-                                       goal=None if causal else Goal("median", at_least=goal), higher_is_better=True))  # fmt: skip
+            self.figures.append(
+                figure(
+                    id,
+                    f"{what}, MFU, {convention}, of {self.peak / 1e12:.0f} TFLOP/s",
+                    "ours",
+                    ours=shares,
+                    unit="",
+                    goal=None if causal else Goal("median", at_least=goal),
+                    higher_is_better=True,
+                )
+            )
 
 
 # --- ceilings and the ladder ---------------------------------------------------------------------------------------
@@ -270,8 +339,15 @@ def climb(run: Run) -> None:
     before = None
     for name in race.samples:
         speeds = run.speeds(race, name, shape)
-        row = figure("G3", "GPT-2 shape, ours, and over the rung before", name, ours=speeds, unit="tokens/s",
-                     theirs=run.speeds(race, before, shape) if before else None, higher_is_better=True)  # fmt: skip
+        row = figure(
+            "G3",
+            "GPT-2 shape, ours, and over the rung before",
+            name,
+            ours=speeds,
+            unit="tokens/s",
+            theirs=run.speeds(race, before, shape) if before else None,
+            higher_is_better=True,
+        )
         run.figures.append(row | {"median": statistics.median(speeds)})
         before = name
     run.save()
@@ -292,9 +368,14 @@ def one_process_sharded() -> dict[str, str]:
     for name in ("OMP_NUM_THREADS", "PYTHONPATH", "ACCELERATE_DYNAMO_BACKEND"):
         changed.pop(name, None)
     return changed | {
-        "ACC_LM_CONFIG_FILE": str(file), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
+        "ACC_LM_CONFIG_FILE": str(file),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
@@ -458,8 +539,12 @@ def gpt2_race(run: Run) -> None:
     }
     race = run.race("gpt2", job, runs, sizes.steps, sizes.rounds, environments=environments)
     run.races["gpt2"]["absent"] = absent
-    goals = {"nanoGPT": Goal(at_least=1.03), "bare loop, tuned": Goal(at_least=1.0), "Trainer": Goal(at_least=1.25),
-             "Trainer, tuned": Goal(at_least=1.10)}  # fmt: skip
+    goals = {
+        "nanoGPT": Goal(at_least=1.03),
+        "bare loop, tuned": Goal(at_least=1.0),
+        "Trainer": Goal(at_least=1.25),
+        "Trainer, tuned": Goal(at_least=1.10),
+    }
     run.add_speeds("G1", "GPT-2 shape", race, shape, goals)
     run.add_mfu("G1", "GPT-2 shape", race, shape, 0.52)
     accumulated(run)
@@ -513,8 +598,18 @@ def largest_micro_batch(run: Run, job: Job) -> None:
         if fit:
             reached[name] = float(sizes[fit - 1])
     if len(reached) == 2:
-        run.figures.append(figure("G1", "GPT-2 shape, largest micro-batch tried that trains", "Trainer", ours=[reached["ours"]],
-                                  theirs=[reached["Trainer"]], unit="rows", goal=Goal(at_least=2.0), higher_is_better=True))  # fmt: skip
+        run.figures.append(
+            figure(
+                "G1",
+                "GPT-2 shape, largest micro-batch tried that trains",
+                "Trainer",
+                ours=[reached["ours"]],
+                theirs=[reached["Trainer"]],
+                unit="rows",
+                goal=Goal(at_least=2.0),
+                higher_is_better=True,
+            )
+        )
 
 
 def train_two_steps(run: Run, job: Job, name: str, size: int) -> bool:
@@ -577,10 +672,16 @@ def llama_beside(run: Run, jobs: dict[int, Job], peer: str, shape: Shape, goal: 
     }
     is_first = peer == REFERENCE
     race = run.race(
-        name if is_first else f"{name}, {peer}", job, {"ours": lambda: contenders.ours(job, bf16), peer: runs[peer]},
-        sizes.llama_steps, sizes.llama_rounds, control=peer == "ours again", reference=REFERENCE if is_first else "ours",
-        environments=dict.fromkeys(("ours", "ours again", "ours, fp8"), compiled), tolerances={"ours, fp8": 0.2},
-    )  # fmt: skip
+        name if is_first else f"{name}, {peer}",
+        job,
+        {"ours": lambda: contenders.ours(job, bf16), peer: runs[peer]},
+        sizes.llama_steps,
+        sizes.llama_rounds,
+        control=peer == "ours again",
+        reference=REFERENCE if is_first else "ours",
+        environments=dict.fromkeys(("ours", "ours again", "ours, fp8"), compiled),
+        tolerances={"ours, fp8": 0.2},
+    )
     goals = {
         REFERENCE: Goal(at_least=1.0),
         "Trainer, tuned": Goal(at_least=1.05),
@@ -625,10 +726,18 @@ def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) ->
     def save() -> Path:
         took = time.monotonic() - began
         result = {
-            **header, "void": bool(run.void), "void_because": run.void, "failed": failed, "complete": sizes == Sizes() and bool(gpu),
-            "load": {"before": before, "after": os.getloadavg()}, "seconds": took, "seconds_of": {name: took}, "figures": run.figures,
-            "races": run.races, "samples": run.samples,
-        }  # fmt: skip
+            **header,
+            "void": bool(run.void),
+            "void_because": run.void,
+            "failed": failed,
+            "complete": sizes == Sizes() and bool(gpu),
+            "load": {"before": before, "after": os.getloadavg()},
+            "seconds": took,
+            "seconds_of": {name: took},
+            "figures": run.figures,
+            "races": run.races,
+            "samples": run.samples,
+        }
         return report.write(report.beside_others(result, output), output)
 
     run.save = save

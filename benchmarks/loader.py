@@ -32,9 +32,13 @@ def rounds(tokens: int = TOKENS, length: int = LENGTH, batch_size: int = BATCH, 
         order = RowOrder(0, len(rows), batch_size)
         for first_step in itertools.count(1, steps):
             batches = MicroBatches(
-                order, micro_batch_size=batch_size, process=0, num_processes=1,
-                first_step=first_step, last_step=first_step + steps - 1,
-            )  # fmt: skip
+                order,
+                micro_batch_size=batch_size,
+                process=0,
+                num_processes=1,
+                first_step=first_step,
+                last_step=first_step + steps - 1,
+            )
             start = time.process_time()
             count = sum(batch["targets"].numel() for batch in build_loader(rows, batches, 0, pin_memory=False))
             yield count / (time.process_time() - start)

@@ -30,8 +30,14 @@ CASES = [
     for name in ("ddp", "fsdp2", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
     for count in (2, 4)
 ]
-MODEL = {"model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-         "num_key_value_heads": 12}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+}
 # Bytes per parameter in fp32 that stay on every process, and those that are shared out over N processes. DeepSpeed keeps fp32
 # weights to update beside those that it computes with, also when these are fp32 already, and from stage 2 on a copy of the
 # gradient's share at the update.
@@ -44,13 +50,20 @@ WHOLE_AND_SHARED = {
 }
 # By its defaults ZeRO-3 keeps a billion gathered parameters, which is all of this model: here it lets go of each block.
 ZERO3 = {
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
     "zero_optimization": {
-        "stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
+        "stage": 3,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
         "stage3_param_persistence_threshold": 0,
     },
-}  # fmt: skip
+}
 
 
 class Sampler:
@@ -119,8 +132,16 @@ def measure() -> dict[str, float]:
     rows = backends.RaggedRows(1, 1)
     for step in (1, 2, 3):
         train_step(
-            accelerator, model, optimizer, [rows.__getitems__([0])], step=step, seed=0, num_targets=16, max_grad_norm=1.0, gradients=gradients
-        )  # fmt: skip
+            accelerator,
+            model,
+            optimizer,
+            [rows.__getitems__([0])],
+            step=step,
+            seed=0,
+            num_targets=16,
+            max_grad_norm=1.0,
+            gradients=gradients,
+        )
     peak = sampler.most - before
     parameters = sum(int(torch_size(shape)) for shape in runtime.whole_shapes(model).values())
     blocks = [s for name, s in runtime.whole_shapes(model).items() if ".layers.0." in name]
@@ -143,9 +164,13 @@ def main(page: Path | None) -> None:
 
     assert conftest
     lines = [
-        "`python benchmarks/memory.py docs/parity.md`: the most memory that tensors of a process took in three steps in fp32, in MB.", "", machine_line(), "",
-        "| engine | processes | arithmetic: bytes per parameter | arithmetic | measured | ratio | while starting, on another than the first process |", "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "`python benchmarks/memory.py docs/parity.md`: the most memory that tensors of a process took in three steps in fp32, in MB.",
+        "",
+        machine_line(),
+        "",
+        "| engine | processes | arithmetic: bytes per parameter | arithmetic | measured | ratio | while starting, on another than the first process |",
+        "|---|---|---|---|---|---|---|",
+    ]
     ds_file = Path(tempfile.mkdtemp()) / "zero3.json"
     ds_file.write_text(json.dumps(ZERO3))
     for name, count in CASES:

@@ -48,17 +48,44 @@ TESTS = {
 }
 """Test files of each module, those first that are fastest to notice; before them run the tests that noticed earlier faults."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
 SECONDS = 900
 """For the tests of a module without a fault. With one they have three times what they took, and at least a minute."""
 IMPORTED = (
-    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "datasets", "deepspeed", "hypothesis", "matplotlib.pyplot",
-    "pydantic", "pytest", "wandb", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "hypothesis",
+    "matplotlib.pyplot",
+    "pydantic",
+    "pytest",
+    "wandb",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
-)  # fmt: skip
+)
 PASSED, FAILED, ENDLESS, BROKEN = "not noticed", "noticed", "does not end", "cannot be imported"
 OUTCOME_NAMES = (PASSED, FAILED, ENDLESS, BROKEN)
 OUTCOMES = {0: PASSED, 1: FAILED}
@@ -220,10 +247,15 @@ def report(found: list[tuple[Fault, str]], planted: dict[str, int], options: str
     return [
         f"`make mutate`, that is `python benchmarks/mutate.py {options} docs/reliability.md`: "
         f"{len(found)} faults planted, {killed} noticed ({killed / len(found):.1%}).",
-        "", machine_line(), "",
-        "| module | possible | planted | failed a test | ended in a hang or could not be imported | not noticed |", "|---|---|---|---|---|---|", *rows, "",
+        "",
+        machine_line(),
+        "",
+        "| module | possible | planted | failed a test | ended in a hang or could not be imported | not noticed |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
         *(f"- `{fault.module}.py:{fault.line}` {fault.what}" for fault in alive),
-    ]  # fmt: skip
+    ]
 
 
 def _try(fault: Fault) -> tuple[Fault, str, float]:

@@ -24,14 +24,25 @@ OF_THE_REST = 6e-3
 OTHER_SEEDS = (43, 44)
 STEPS, ROWS, LENGTH, EVERY = 400, 16, 128, 20
 RECIPE = [
-    "--config", str(ROOT / "recipes/quickstart.yaml"),
+    "--config",
+    str(ROOT / "recipes/quickstart.yaml"),
     "model.config={model_type: llama, hidden_size: 64, intermediate_size: 176, num_hidden_layers: 3, num_attention_heads: 4, "
     "num_key_value_heads: 4, tie_word_embeddings: true, initializer_range: 0.08}",
-    "tokenizer.kind=byte", f"data.sequence_length={LENGTH}", f"training.max_steps={STEPS}", f"training.global_batch_size={ROWS}",
-    f"training.micro_batch_size={ROWS}", f"training.log_every={EVERY}", f"training.eval_every={EVERY}", "training.eval_batches=8",
-    "schedule.warmup_steps=40", "schedule.min_learning_rate=0", "checkpoint.every=null", "checkpoint.keep_best=0", "tracking.report_to=[]",
+    "tokenizer.kind=byte",
+    f"data.sequence_length={LENGTH}",
+    f"training.max_steps={STEPS}",
+    f"training.global_batch_size={ROWS}",
+    f"training.micro_batch_size={ROWS}",
+    f"training.log_every={EVERY}",
+    f"training.eval_every={EVERY}",
+    "training.eval_batches=8",
+    "schedule.warmup_steps=40",
+    "schedule.min_learning_rate=0",
+    "checkpoint.every=null",
+    "checkpoint.keep_best=0",
+    "tracking.report_to=[]",
     "export.sample_tokens=0",
-]  # fmt: skip
+]
 
 
 def run(name: str, rate: float, seed: int, folder: Path) -> dict[int, float]:
@@ -56,9 +67,13 @@ def main(page: Path | None) -> None:
     lines = [
         f"`python benchmarks/optimizers.py docs/performance.md`: a Llama of 0.15 million weights on the bytes of Python's standard library, {tokens:,} "
         "tokens, cosine schedule; loss on held-out text in nats per byte. Under muon AdamW's part "
-        f"has the peak rate {OF_THE_REST:g}.", "", machine_line(), "",
-        "| optimizer | learning rate | loss at the end | with other seeds | tokens to AdamW's best end |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        f"has the peak rate {OF_THE_REST:g}.",
+        "",
+        machine_line(),
+        "",
+        "| optimizer | learning rate | loss at the end | with other seeds | tokens to AdamW's best end |",
+        "|---|---|---|---|---|",
+    ]
     curves: dict[tuple[str, float], list[dict[int, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

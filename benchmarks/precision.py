@@ -28,9 +28,12 @@ def main(page: Path | None) -> None:
     lines = [
         "`python benchmarks/precision.py docs/parity.md`: largest relative difference of loss, gradient norm and evaluation from one "
         "process, over 20 steps; the worse of a tied GPT-2 and an untied Llama (float64: each of them, Llama's RMSNorm computes in float32).",
-        "", machine_line(), "",
-        "| backend | float32 | bf16 | float64, GPT-2 | float64, Llama |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "",
+        machine_line(),
+        "",
+        "| backend | float32 | bf16 | float64, GPT-2 | float64, Llama |",
+        "|---|---|---|---|---|",
+    ]
     groups = {"float32": GRID, "bf16": BF16, "GPT-2": FLOAT64[:1], "Llama": FLOAT64[1:]}
     expected = {name: run_backend("single", 1, scenarios) for name, scenarios in groups.items()}
     for backend, (config, count) in BACKENDS.items():
@@ -47,12 +50,16 @@ def main(page: Path | None) -> None:
         lines.append(f"| {backend} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     lines += [
-        "", "DeepSpeed updates in float32 whatever the model is in: `model.dtype must be float32 under DeepSpeed`, says the refusal.", "",
+        "",
+        "DeepSpeed updates in float32 whatever the model is in: `model.dtype must be float32 under DeepSpeed`, says the refusal.",
+        "",
         "What is sent in one optimizer step of four micro-batches (GPT-2, two blocks, two processes), in calls of torch's c10d. FSDP2 gathers the "
         "weights of its four units (two blocks, the tied embedding with norm and head, the position embedding) and scatters their gradients in "
-        "every micro-batch; DDP sends each gradient once.", "",
-        "| backend | calls |", "|---|---|",
-    ]  # fmt: skip
+        "every micro-batch; DDP sends each gradient once.",
+        "",
+        "| backend | calls |",
+        "|---|---|",
+    ]
     for backend, (config, count) in BACKENDS.items():
         if "offload" in config or "full" in config or count == 3:
             continue

@@ -320,10 +320,20 @@ class Race:
 
 
 def race(
-    contenders: dict[str, Callable[[], None]], folder: Path, *, steps: int, rounds: int, reference: str,
-    tolerance: float, say: Callable[[str], None] = print, environments: dict[str, dict[str, str]] | None = None,
-    tolerances: dict[str, float] | None = None, together: int = 4, warm_up: int = 0, deadline: float = math.inf,
-) -> Race:  # fmt: skip
+    contenders: dict[str, Callable[[], None]],
+    folder: Path,
+    *,
+    steps: int,
+    rounds: int,
+    reference: str,
+    tolerance: float,
+    say: Callable[[str], None] = print,
+    environments: dict[str, dict[str, str]] | None = None,
+    tolerances: dict[str, float] | None = None,
+    together: int = 4,
+    warm_up: int = 0,
+    deadline: float = math.inf,
+) -> Race:
     """Let the contenders take turns, `rounds` times `steps` steps each.
 
     Args:
@@ -380,9 +390,13 @@ def race(
 
 
 def _start(
-    contenders: dict[str, Callable[[], None]], folder: Path, environments: dict[str, dict[str, str]], together: int,
-    deadline: float, patience: Callable[[], float],
-) -> tuple[dict[str, Worker], dict[str, dict[str, Any]], dict[str, str], dict[str, float]]:  # fmt: skip
+    contenders: dict[str, Callable[[], None]],
+    folder: Path,
+    environments: dict[str, dict[str, str]],
+    together: int,
+    deadline: float,
+    patience: Callable[[], float],
+) -> tuple[dict[str, Worker], dict[str, dict[str, Any]], dict[str, str], dict[str, float]]:
     """Workers, their first reports, those that were not reached and why, and the seconds that each took to start."""
     workers: dict[str, Worker] = {}
     reports: dict[str, dict[str, Any]] = {}
@@ -468,9 +482,18 @@ class Goal:
 
 
 def figure(
-    id: str, what: str, contender: str, *, ours: Sequence[float], theirs: Sequence[float] | None = None, unit: str,
-    goal: Goal | None = None, higher_is_better: bool = False, scale: float = 1.0, note: str = "",
-) -> dict[str, Any]:  # fmt: skip
+    id: str,
+    what: str,
+    contender: str,
+    *,
+    ours: Sequence[float],
+    theirs: Sequence[float] | None = None,
+    unit: str,
+    goal: Goal | None = None,
+    higher_is_better: bool = False,
+    scale: float = 1.0,
+    note: str = "",
+) -> dict[str, Any]:
     """One row of the results: a contender's median, and ours over theirs with a 95 % interval.
 
     Args:
@@ -484,9 +507,19 @@ def figure(
     median = statistics.median(shown) * scale
     value = ratio if goal is not None and goal.of == "ratio" else median
     return {
-        "id": id, "what": what, "contender": contender, "median": median, "unit": unit, "ratio": ratio, "low": low, "high": high,
-        "goal": str(goal) if goal else None, "met": goal.is_met(value) if goal else None, "higher_is_better": higher_is_better, "note": note,
-    }  # fmt: skip
+        "id": id,
+        "what": what,
+        "contender": contender,
+        "median": median,
+        "unit": unit,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "goal": str(goal) if goal else None,
+        "met": goal.is_met(value) if goal else None,
+        "higher_is_better": higher_is_better,
+        "note": note,
+    }
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

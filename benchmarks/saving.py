@@ -90,8 +90,17 @@ class Trial:
         from acc_lm.training.step import train_step
 
         number = self.progress.step + 1
-        train_step(self.accelerator, self.model, self.optimizer, [self.batch], step=number, seed=0, num_targets=1024,
-                   max_grad_norm=1.0, gradients=self.gradients)  # fmt: skip
+        train_step(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            [self.batch],
+            step=number,
+            seed=0,
+            num_targets=1024,
+            max_grad_norm=1.0,
+            gradients=self.gradients,
+        )
         self.progress = self.progress.advance(self.order.rows_at(number), 1024)
 
     def save(self, saver: Saver) -> None:
@@ -99,8 +108,11 @@ class Trial:
 
     def tensors(self) -> list[Any]:
         """Every weight with its moments."""
-        return [state for p in self.model.parameters() for state in (p.detach(), *(
-            self.optimizer.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")))]  # fmt: skip
+        return [
+            state
+            for p in self.model.parameters()
+            for state in (p.detach(), *(self.optimizer.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")))
+        ]
 
     def write_raw(self) -> None:
         """The same bytes in one file, without anything that a checkpoint has around them."""
@@ -168,15 +180,23 @@ def main() -> None:
     ratio = statistics.median(r / s for r, s in zip(times["raw"], times["save"], strict=True))
     plain = statistics.median(took["no save"])
     lines = [
-        "`python benchmarks/saving.py docs/reliability.md`:", "", machine_line(), "",
-        f"A checkpoint of {size / 2**20:.0f} MiB (weights and moments), one process, one thread; medians of {ROUNDS} rounds.", "",
-        "| | MiB/s | of a raw write |", "|---|---|---|",
+        "`python benchmarks/saving.py docs/reliability.md`:",
+        "",
+        machine_line(),
+        "",
+        f"A checkpoint of {size / 2**20:.0f} MiB (weights and moments), one process, one thread; medians of {ROUNDS} rounds.",
+        "",
+        "| | MiB/s | of a raw write |",
+        "|---|---|---|",
         f"| raw write and fsync of the same bytes | {speed['raw']:.0f} | 1 |",
-        f"| checkpoint: write, fsync, checksum, manifest, rename | {speed['save']:.0f} | {ratio:.2f} |", "",
-        f"{STEPS} steps with one save among them, {WINDOWS} windows of each, taking turns:", "",
-        "| save | seconds | above no save | the loop stands still for |", "|---|---|---|---|",
+        f"| checkpoint: write, fsync, checksum, manifest, rename | {speed['save']:.0f} | {ratio:.2f} |",
+        "",
+        f"{STEPS} steps with one save among them, {WINDOWS} windows of each, taking turns:",
+        "",
+        "| save | seconds | above no save | the loop stands still for |",
+        "|---|---|---|---|",
         f"| none | {plain:.2f} | | |",
-    ]  # fmt: skip
+    ]
     for name, stood in measured.held.items():
         share = statistics.median(v / p for v, p in zip(took[name], took["no save"], strict=True)) - 1
         lines.append(f"| {name} | {statistics.median(took[name]):.2f} | {share:+.1%} | {stood / WINDOWS:.3f} s |")

@@ -26,9 +26,12 @@ def main(page: Path | None) -> None:
         "`python benchmarks/trained.py docs/parity.md`: 10 steps, the largest relative difference of any step from one process on the same rows; "
         "then the same launch killed with SIGKILL at its second save and started again. Every value of a column was run with every value of each "
         "other column. For text, packed is `data.attend_across_documents: false`, padded is rows that are read as one text.",
-        "", machine_line(), "",
-        "| data | trained | rows | engine | loss | gradient norm | evaluation | rows of each step | after the kill |", "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "",
+        machine_line(),
+        "",
+        "| data | trained | rows | engine | loss | gradient norm | evaluation | rows of each step | after the kill |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = folder / "tiny.yaml"

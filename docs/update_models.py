@@ -31,14 +31,21 @@ def main() -> None:
         f"`python docs/update_models.py`: {len(found)} types, {len(trains)} trained as transformers trains them, "
         f"{sum(each.outcome == 'refused' for each in found)} refused, {sum(each.outcome == 'not built' for each in found)} not built, "
         f"{len(wrong)} that differ.",
-        "", machine_line(), "",
+        "",
+        machine_line(),
+        "",
         "| type | attention | loss | several documents in a row | LoRA | FLOPs of a token | experts |",
         "|---|---|---|---|---|---|---|",
-        *(f"| `{each.model_type}` | {each.attention} | {each.loss} | {_yes(each.packs)} | {_yes(each.adapters)} | "
-          f"{'known' if each.flops == 'known' else 'unknown'} | {each.experts.partition(';')[0]} |" for each in trains),
-        "", "| type | | why |", "|---|---|---|",
+        *(
+            f"| `{each.model_type}` | {each.attention} | {each.loss} | {_yes(each.packs)} | {_yes(each.adapters)} | "
+            f"{'known' if each.flops == 'known' else 'unknown'} | {each.experts.partition(';')[0]} |"
+            for each in trains
+        ),
+        "",
+        "| type | | why |",
+        "|---|---|---|",
         *(f"| `{each.model_type}` | {each.outcome} | {each.why.replace('|', ' ')} |" for each in others),
-    ]  # fmt: skip
+    ]
     replace_block(ROOT / "docs/models.md", "models", "\n".join(lines))
     for each in wrong:
         print(f"{each.model_type}: {each.wrong}", file=sys.stderr)

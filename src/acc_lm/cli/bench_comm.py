@@ -19,9 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the tensors, such as 4KiB,1MiB (default: 4 KiB to 16 MiB, on GPUs to 256 MiB)",
     )
     parser.add_argument(
-        "--parts", default="", metavar="NAME,...",
+        "--parts",
+        default="",
+        metavar="NAME,...",
         help="of collectives, buckets, memory, hooks, accumulation, data-parallel (default: all)",
-    )  # fmt: skip
+    )
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed steps of each row (default 10)")
     parser.add_argument(
         "--output",

@@ -93,11 +93,19 @@ def run(known: argparse.Namespace) -> int:
             )
     return evaluate(
         Request(
-            known.model, tuple(known.data), known.predictions, known.generate, known.references_column,
-            known.max_new_tokens, known.temperature, known.batch_size, known.revision, known.json,
+            known.model,
+            tuple(known.data),
+            known.predictions,
+            known.generate,
+            known.references_column,
+            known.max_new_tokens,
+            known.temperature,
+            known.batch_size,
+            known.revision,
+            known.json,
             tuple(known.overrides),
         )
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -379,13 +387,15 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
     day = runtime.on_main(accelerator, lambda: day_of(tokenizer) or date.today().isoformat())
     with bar("tokenise", None, "B") as shown:
         text = read_documents(
-            config.data, tokenizer, config.seed,
+            config.data,
+            tokenizer,
+            config.seed,
             held_out=not request.data,
             trained_on=_environment_of(run)["text_key"] if run else None,
             references_column=request.references_column,
             progress=shown.update,
             day=day,
-        )  # fmt: skip
+        )
     if request.generate and text.plan is None:
         raise ConfigError(
             "--generate must have prompts, got plain text; leave it out, or give conversations or prompts with completions"
@@ -455,13 +465,16 @@ def _answers(
     model = model.to(DTYPES[config.model.dtype]).to(accelerator.device)
     with bar("generate", math.ceil(len(prompts) / accelerator.num_processes), "prompt") as shown:
         answers = complete(
-            accelerator, model, tokenizer, prompts,
+            accelerator,
+            model,
+            tokenizer,
+            prompts,
             max_new_tokens=request.max_new_tokens or 100,
             batch_size=config.training.micro_batch_size,
             temperature=request.temperature or 0.0,
             seed=config.seed,
             progress=shown.update,
-        )  # fmt: skip
+        )
     return prompts, answers
 
 

@@ -59,9 +59,15 @@ def run(known: argparse.Namespace) -> int:
     quiet_libraries()
     try:
         text = sample_text(
-            known.model, known.prompt, max_new_tokens=known.max_new_tokens,
-            temperature=known.temperature, top_k=known.top_k, seed=known.seed, is_question=known.chat, day=known.date,
-        )  # fmt: skip
+            known.model,
+            known.prompt,
+            max_new_tokens=known.max_new_tokens,
+            temperature=known.temperature,
+            top_k=known.top_k,
+            seed=known.seed,
+            is_question=known.chat,
+            day=known.date,
+        )
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

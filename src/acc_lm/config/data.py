@@ -82,9 +82,12 @@ class SourceConfig(Section):
 
 
 KEYS_OF_SOURCES = {
-    "dataset_config": ("hub",), "dataset_split": ("hub",), "eval_split": ("hub",), "synthetic_tokens": ("synthetic",),
+    "dataset_config": ("hub",),
+    "dataset_split": ("hub",),
+    "eval_split": ("hub",),
+    "synthetic_tokens": ("synthetic",),
     "skip_bad_rows": ("files", "hub", "mixture"),
-}  # fmt: skip
+}
 """Keys of `data`, each with the only sources that read it."""
 
 

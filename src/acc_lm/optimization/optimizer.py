@@ -27,10 +27,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         )
     others = {"lr_factor": (config.adamw_learning_rate or config.learning_rate) / config.learning_rate}
     groups: list[dict[str, Any]] = [
-        {"params": [parameters[name] for name in parameters if name in hidden], "weight_decay": config.weight_decay, MOMENTUM: config.momentum},
-        {"params": [p for name, p in parameters.items() if name in decayed - hidden], "weight_decay": config.weight_decay, **others},
+        {
+            "params": [parameters[name] for name in parameters if name in hidden],
+            "weight_decay": config.weight_decay,
+            MOMENTUM: config.momentum,
+        },
+        {
+            "params": [p for name, p in parameters.items() if name in decayed - hidden],
+            "weight_decay": config.weight_decay,
+            **others,
+        },
         {"params": [p for name, p in parameters.items() if name not in decayed], "weight_decay": 0.0, **others},
-    ]  # fmt: skip
+    ]
     kind = MuonAndAdamW if hidden else torch.optim.AdamW
     return kind(
         [group for group in groups if group["params"]],

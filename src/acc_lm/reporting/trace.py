@@ -72,7 +72,11 @@ def device_windows(
     spans: Sequence[tuple[float, float]], events: Iterable[dict[str, Any]], kernels: Iterable[dict[str, Any]]
 ) -> list[tuple[float, float]]:
     """Times at which a GPU worked on the steps: the host runs ahead, so a step ends with its last launched work."""
-    launched = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in LAUNCHES and "correlation" in e.get("args", {})}  # fmt: skip
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in LAUNCHES and "correlation" in e.get("args", {})
+    }
     ends = sorted((launched.get(e["args"].get("correlation"), e["ts"]), e["ts"] + e["dur"]) for e in kernels)
     latest, over = -1.0, []
     for _, end in ends:
@@ -96,8 +100,13 @@ def _parts(window: tuple[float, float], data: Intervals, busy: Intervals, talk: 
         reached = max(reached, end)
     seconds = window[1] - window[0]
     host = seconds - length(taken) - sum(exposed)
-    parts = {"seconds": seconds, "data": length(data), "compute": length(compute), "host": host,
-             "communicated": length(joined(within(talk, window)))}  # fmt: skip
+    parts = {
+        "seconds": seconds,
+        "data": length(data),
+        "compute": length(compute),
+        "host": host,
+        "communicated": length(joined(within(talk, window))),
+    }
     return {**{name: value / 1e6 for name, value in parts.items()}, "exposed": [value / 1e6 for value in exposed]}
 
 
@@ -115,9 +124,14 @@ def split(everyone: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]
         least = [min(of_collective) for of_collective in zip(*exposed, strict=True)]
         for parts, one, mine in zip(result, of_step, exposed, strict=True):
             values = {
-                "data": one["data"], "compute": one["compute"], "host": one["host"], "step": one["seconds"],
-                "communication": sum(least), "waiting": sum(mine) - sum(least), "hidden": one["communicated"] - sum(mine),
-            }  # fmt: skip
+                "data": one["data"],
+                "compute": one["compute"],
+                "host": one["host"],
+                "step": one["seconds"],
+                "communication": sum(least),
+                "waiting": sum(mine) - sum(least),
+                "hidden": one["communicated"] - sum(mine),
+            }
             for name, value in values.items():
                 parts[name] += value / len(everyone[0])
     return result

@@ -94,10 +94,14 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             states = {stream: found[stream] for stream in own}
         num_readers = min(max(self._config.num_workers, 1), len(own))
         job = self._job | {
-            "config": self._config.model_dump(mode="json"), "dtype": self._dtype.name, "seed": self._seed,
-            "first_row": first_row, "rows_per_step": share, "parent": os.getpid(),
+            "config": self._config.model_dump(mode="json"),
+            "dtype": self._dtype.name,
+            "seed": self._seed,
+            "first_row": first_row,
+            "rows_per_step": share,
+            "parent": os.getpid(),
             "queued_chunks": max(QUEUED_CHUNKS, -(-2 * (self._config.shuffle_buffer or 0) * len(own) // share)),
-        }  # fmt: skip
+        }
         try:
             for number in range(num_readers):
                 mine = own[number::num_readers]

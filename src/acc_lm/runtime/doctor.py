@@ -143,8 +143,13 @@ def check_run(config: Config) -> PreTrainedTokenizerBase | None:
     tokenizer = load_tokenizer(config.tokenizer, config.model)
     vocab_size = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else LEAST_VOCABULARY
     model = check_model(
-        config.model, tokenizer, vocab_size, config.data.sequence_length, distributed.find_unused_parameters, config.adapter
-    )  # fmt: skip
+        config.model,
+        tokenizer,
+        vocab_size,
+        config.data.sequence_length,
+        distributed.find_unused_parameters,
+        config.adapter,
+    )
     if strategy in ("fsdp2", "hsdp"):
         block_classes(model)
     if strategy == "ddp":

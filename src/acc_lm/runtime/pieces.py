@@ -97,8 +97,16 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
             view(kind).copy_(values)
 
         yield Piece(
-            name, tuple(parameter.shape), start, length, view, put, parameter.requires_grad, replica, kept.get(parameter, ())
-        )  # fmt: skip
+            name,
+            tuple(parameter.shape),
+            start,
+            length,
+            view,
+            put,
+            parameter.requires_grad,
+            replica,
+            kept.get(parameter, ()),
+        )
 
 
 def _of(flat: Tensor) -> tuple[Callable[[str], Tensor], Callable[[str, Tensor], None]]:

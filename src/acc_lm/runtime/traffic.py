@@ -24,9 +24,17 @@ The first step of a launch is 1.
 """
 # Keys are prefixes of an operator's name without underscores; the first that fits counts.
 KINDS = {
-    "allreduce": "all-reduce", "reducescatter": "reduce-scatter", "allgather": "all-gather", "alltoall": "all-to-all",
-    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "send": "send", "recv": "receive",
-}  # fmt: skip
+    "allreduce": "all-reduce",
+    "reducescatter": "reduce-scatter",
+    "allgather": "all-gather",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "receive",
+}
 TCP_BYTES_ACKED = 120  # offset in Linux's struct tcp_info; the received bytes follow it
 
 

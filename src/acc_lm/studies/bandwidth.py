@@ -28,8 +28,10 @@ PASSED_BY = (
 # A model with 45 MB of gradients and a short computation, used when no recipe is named.
 DEFAULT_SHAPE = (
     "model.config={hidden_size: 384, intermediate_size: 1024, num_hidden_layers: 6, num_attention_heads: 6, num_key_value_heads: 6}",
-    "data.sequence_length=32", "training.micro_batch_size=1", "training.global_batch_size=1",
-)  # fmt: skip
+    "data.sequence_length=32",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=1",
+)
 
 
 def read_sizes(text: str) -> list[int]:
@@ -58,9 +60,14 @@ def read_parts(text: str) -> list[str]:
 
 
 def bench_comm(
-    recipe: Path | None, overrides: Sequence[str], num_processes: int | None, sizes: str | None, parts: Sequence[str],
-    repeats: int, output: Path,
-) -> int:  # fmt: skip
+    recipe: Path | None,
+    overrides: Sequence[str],
+    num_processes: int | None,
+    sizes: str | None,
+    parts: Sequence[str],
+    repeats: int,
+    output: Path,
+) -> int:
     """Launch, measure, and write the tables and their JSON; return the exit code.
 
     Args:
@@ -78,9 +85,13 @@ def bench_comm(
     load_config(recipe or DEFAULT_RECIPE, shape)
     notes, load = shared_cores([count]), os.getloadavg()[0]
     plan: dict[str, Any] = {
-        "recipe": str(recipe or DEFAULT_RECIPE), "overrides": shape, "repeats": repeats, "buckets": BUCKETS, "devices": devices,
+        "recipe": str(recipe or DEFAULT_RECIPE),
+        "overrides": shape,
+        "repeats": repeats,
+        "buckets": BUCKETS,
+        "devices": devices,
         "sizes": read_sizes(sizes or (GPU_SIZES if devices else CPU_SIZES)),
-    }  # fmt: skip
+    }
     print(f"{count} processes; load average before {load:.2f}", *notes, sep="\n", flush=True)
     rows: dict[str, list[dict[str, Any]]] = {}
     facts: dict[str, Any] = {}
@@ -91,9 +102,17 @@ def bench_comm(
             for part, measured in found["rows"].items():
                 rows.setdefault(part, []).extend(measured)
     values = {
-        "command": _command(recipe, num_processes, sizes, parts, repeats, overrides), "made": machine_line(), "load_average_before": load,
-        "num_processes": count, "devices": devices, **facts, "sizes": plan["sizes"], "repeats": repeats, "notes": notes, "parts": rows,
-    }  # fmt: skip
+        "command": _command(recipe, num_processes, sizes, parts, repeats, overrides),
+        "made": machine_line(),
+        "load_average_before": load,
+        "num_processes": count,
+        "devices": devices,
+        **facts,
+        "sizes": plan["sizes"],
+        "repeats": repeats,
+        "notes": notes,
+        "parts": rows,
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_name("bench-comm.json").write_text(json.dumps(values, indent=1) + "\n")
     replace_block(output, "bench-comm", "\n".join(page(values, parts)))
@@ -131,8 +150,13 @@ def _run(file: Path | None, count: int, plan: dict[str, Any], folder: Path) -> d
 
 
 def _command(
-    recipe: Path | None, num_processes: int | None, sizes: str | None, parts: Sequence[str], repeats: int, overrides: Sequence[str]
-) -> str:  # fmt: skip
+    recipe: Path | None,
+    num_processes: int | None,
+    sizes: str | None,
+    parts: Sequence[str],
+    repeats: int,
+    overrides: Sequence[str],
+) -> str:
     words = ["acc-lm bench-comm", *(["--config", str(recipe)] if recipe else [])]
     words += ["--processes", str(num_processes)] if num_processes else []
     words += ["--sizes", sizes] if sizes else []
@@ -173,10 +197,13 @@ def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
     if "num_parameters" in values:
         model = f" A step is one of a model of {values['num_parameters']:,} parameters; what it communicates is counted in one of them."
     lines = [
-        f"`{values['command']}`", "", f"{values['made']}; load average before: {values['load_average_before']:.2f}.", "",
+        f"`{values['command']}`",
+        "",
+        f"{values['made']}; load average before: {values['load_average_before']:.2f}.",
+        "",
         f"{values['num_processes']} processes on {values.get('device', 'cpu')}; medians of the process that takes longest, in brackets the "
         f"fastest.{model}",
-    ]  # fmt: skip
+    ]
     if rows.get("collectives"):
         lines += _head("collective | tensor | time | algorithm bandwidth | bus bandwidth")
         lines += [

@@ -33,9 +33,12 @@ SMALL_BYTES, SMALL_REPEATS, REPEATS = 2**20, 20, 7
 WARM_UPS = 3
 """Number of steps before the first measured one; PowerSGD compresses from the third on."""
 HOOKS: dict[str, dict[str, Any]] = {
-    "none": {}, "fp16": {}, "bf16": {}, "power_sgd": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
+    "none": {},
+    "fp16": {},
+    "bf16": {},
+    "power_sgd": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
     "batched_power_sgd": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
-}  # fmt: skip
+}
 ALL_IN_ONE = 100_000
 """Bucket size in MiB that fits all gradients; on CPU processes PowerSGD works with only one bucket."""
 ACCUMULATION = 8
@@ -98,9 +101,17 @@ def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulati
     gradients = runtime.Gradients(accelerator, model)
     num_targets = rows * length * num_processes * accumulation
     step = partial(
-        train_step, accelerator, model, optimizer, [batch] * accumulation, step=1, seed=0, num_targets=num_targets,
-        max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
-    )  # fmt: skip
+        train_step,
+        accelerator,
+        model,
+        optimizer,
+        [batch] * accumulation,
+        step=1,
+        seed=0,
+        num_targets=num_targets,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        gradients=gradients,
+    )
 
     def gradient() -> Tensor:
         optimizer.zero_grad()
@@ -136,11 +147,13 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     seconds = runtime.seconds_of_slowest(seconds, device)
     return {
-        "seconds": statistics.median(seconds), "fastest_seconds": min(seconds),
+        "seconds": statistics.median(seconds),
+        "fastest_seconds": min(seconds),
         "collectives": runtime.summary(traffic.calls),
-        "tcp_bytes": over_tcp, "num_parameters": case.num_parameters,
+        "tcp_bytes": over_tcp,
+        "num_parameters": case.num_parameters,
         "peak_memory_gb": runtime.gather_objects(case.accelerator, runtime.peak_memory_gb(device)),
-    }  # fmt: skip
+    }
 
 
 class Worker:
@@ -225,9 +238,10 @@ class Worker:
         exact: Tensor | None = None
         for hook, arguments in HOOKS.items():
             settings = [
-                f"distributed.comm_hook={hook}", f"distributed.comm_hook_arguments={json.dumps(arguments)}",
+                f"distributed.comm_hook={hook}",
+                f"distributed.comm_hook_arguments={json.dumps(arguments)}",
                 f"distributed.bucket_cap_mb={ALL_IN_ONE}",
-            ]  # fmt: skip
+            ]
             try:
                 with self.case(*settings) as case:
                     for _ in range(WARM_UPS):

@@ -48,9 +48,16 @@ def launch(
         held.bind(("127.0.0.1", 0))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         launcher = [
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file),
-            "--num_processes", str(num_processes), "--main_process_port", str(held.getsockname()[1]),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(config_file),
+            "--num_processes",
+            str(num_processes),
+            "--main_process_port",
+            str(held.getsockname()[1]),
+        ]
         machines: list[list[str]] = [[]]
         if num_machines > 1:
             launcher += ["--num_machines", str(num_machines), "--main_process_ip", "127.0.0.1"]
@@ -83,8 +90,14 @@ def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str,
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log, env=variables, start_new_session=True, preexec_fn=before
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=log,
+        env=variables,
+        start_new_session=True,
+        preexec_fn=before,
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

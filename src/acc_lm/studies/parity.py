@@ -20,9 +20,20 @@ from acc_lm.studies.launching import launch, num_accelerators
 from acc_lm.studies.tables import machine_line, replace_block
 
 CPU_CASES = (
-    "single:1", "ddp:2", "ddp:3", "multi_node_ddp:2", "fsdp2:2", "fsdp2_grad_op:2", "fsdp2_offload:2", "hsdp:4",
-    "deepspeed_zero1:2", "deepspeed_zero2:2", "deepspeed_zero2_offload:2", "deepspeed_zero3:2", "deepspeed_zero3_offload:2",
-)  # fmt: skip
+    "single:1",
+    "ddp:2",
+    "ddp:3",
+    "multi_node_ddp:2",
+    "fsdp2:2",
+    "fsdp2_grad_op:2",
+    "fsdp2_offload:2",
+    "hsdp:4",
+    "deepspeed_zero1:2",
+    "deepspeed_zero2:2",
+    "deepspeed_zero2_offload:2",
+    "deepspeed_zero3:2",
+    "deepspeed_zero3_offload:2",
+)
 COMPARED = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
 # Largest relative difference that rounding explains, after 20 steps: measured (see docs/parity.md) and rounded up.
 TOLERANCE: dict[str, dict[str, float]] = {
@@ -199,11 +210,18 @@ def short_run(config: Config, steps: int) -> list[str]:
     warmup = min(config.schedule.warmup_steps, steps // 5)
     micro = config.training.micro_batch_size
     return [
-        f"training.max_steps={steps}", "training.num_epochs=null", "training.log_every=1", f"training.eval_every={max(1, steps // 2)}",
-        f"training.eval_batches={min(config.training.eval_batches or 4, 4)}", f"schedule.warmup_steps={warmup}",
-        f"training.micro_batch_size={max(1, micro)}", "checkpoint.every=null", "checkpoint.keep_best=0", "tracking.report_to=[]",
+        f"training.max_steps={steps}",
+        "training.num_epochs=null",
+        "training.log_every=1",
+        f"training.eval_every={max(1, steps // 2)}",
+        f"training.eval_batches={min(config.training.eval_batches or 4, 4)}",
+        f"schedule.warmup_steps={warmup}",
+        f"training.micro_batch_size={max(1, micro)}",
+        "checkpoint.every=null",
+        "checkpoint.keep_best=0",
+        "tracking.report_to=[]",
         "export.sample_tokens=0",
-    ]  # fmt: skip
+    ]
 
 
 def _run(
@@ -290,7 +308,11 @@ def _write(
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_block(output, "parity", "\n".join(lines))
     values: dict[str, Any] = {
-        "command": command, "made": machine_line(), "steps": steps, "tolerance": tolerance,
-        "rows": [asdict(row) for row in rows], "left_out": left_out,
-    }  # fmt: skip
+        "command": command,
+        "made": machine_line(),
+        "steps": steps,
+        "tolerance": tolerance,
+        "rows": [asdict(row) for row in rows],
+        "left_out": left_out,
+    }
     output.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")

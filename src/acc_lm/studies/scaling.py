@@ -194,15 +194,24 @@ def _measure(
 ) -> dict[str, Any]:
     output_dir = folder / f"run-{case.num_processes}-{global_batch_size}"
     program = [
-        str(root / "train.py"), "--config", str(recipe), *settings, f"training.global_batch_size={global_batch_size}",
+        str(root / "train.py"),
+        "--config",
+        str(recipe),
+        *settings,
+        f"training.global_batch_size={global_batch_size}",
         f"output_dir={output_dir}",
-    ]  # fmt: skip
+    ]
     # Count a step that is neither start-up nor logged, if there are enough steps.
     counted = {"ACC_LM_COUNT_TRAFFIC": f"{folder}@{_log_every(steps) + 1}"}
     problem = launch(
-        program, case.file, case.num_processes, folder / "output", LAUNCH_SECONDS, num_machines=case.num_machines,
+        program,
+        case.file,
+        case.num_processes,
+        folder / "output",
+        LAUNCH_SECONDS,
+        num_machines=case.num_machines,
         environment=counted,
-    )  # fmt: skip
+    )
     if problem is not None:
         return {"problem": problem}
     metrics = read_metrics(output_dir)
@@ -271,13 +280,23 @@ def _row(kind: str, count: int, size: int, here: dict[str, Any], first: dict[str
     speed_up, times = rate / seconds_of_steps(first["metrics"])[1], count / smallest
     is_strong = kind == STRONG
     return Row(
-        kind, count, size, here["strategy"], seconds, rate, speed_up, speed_up / times,
+        kind,
+        count,
+        size,
+        here["strategy"],
+        seconds,
+        rate,
+        speed_up,
+        speed_up / times,
         serial_share(speed_up, times) if is_strong else None,
-        here["traffic"]["collectives"], here["traffic"]["tcp_bytes"], here["traffic"]["backend"],
-        max(here["summary"]["peak_memory_gb"]), here["num_parameters"],
+        here["traffic"]["collectives"],
+        here["traffic"]["tcp_bytes"],
+        here["traffic"]["backend"],
+        max(here["summary"]["peak_memory_gb"]),
+        here["num_parameters"],
         largest_differences(first["metrics"], here["metrics"]) if is_strong else None,
         here["summary"]["ledger"] == first["summary"]["ledger"] if is_strong else None,
-    )  # fmt: skip
+    )
 
 
 # --- output --------------------------------------------------------------------------------------------------------
@@ -303,9 +322,12 @@ def _line(row: Row) -> str:
 
 def _page(rows: Sequence[Row], values: dict[str, Any]) -> list[str]:
     lines = [
-        f"`{values['command']}`", "", f"{values['made']}; load average before: {values['load_average_before']:.2f}.", "",
+        f"`{values['command']}`",
+        "",
+        f"{values['made']}; load average before: {values['load_average_before']:.2f}.",
+        "",
         "![Speed-up over the number of processes](scaling.png)",
-    ]  # fmt: skip
+    ]
     for kind, title in ((STRONG, "the global batch stays"), (WEAK, "the rows of each process stay")):
         last = " serial share | loss apart |" if kind == STRONG else ""
         lines += ["", f"{kind.capitalize()} scaling: {title}.", ""]

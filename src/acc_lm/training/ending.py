@@ -48,8 +48,10 @@ def finish(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) 
     facts, progress = facts_of(run, ended), ended.progress
     if ended.stop:
         report.say(
-            [f"stopped by {ended.stop} after step {progress.step}, saved {ended.newest}; the same command goes on from there"]
-        )  # fmt: skip
+            [
+                f"stopped by {ended.stop} after step {progress.step}, saved {ended.newest}; the same command goes on from there"
+            ]
+        )
         if run.is_main:
             write_summary(run.output_dir, status="preempted", exit_code=EXIT_PREEMPTED, reason=ended.stop, **facts)
         return EXIT_PREEMPTED
