@@ -25,56 +25,56 @@ lint: .venv/installed  ## ruff and mypy
 # What is generated from the code and checked by the tests.
 docs: .venv/installed  ## pages that are generated from the code
 	$(BIN)/acc-lm recipe schema > recipes/schema.json
-	$(BIN)/acc-lm recipe markdown > docs/recipe.md
+	$(BIN)/acc-lm recipe markdown > docs/reference/recipe.md
 	$(BIN)/python docs/update_readme.py recipes
 
 # Runs the quickstart anew and puts what it printed into the README.
 readme: .venv/installed  ## train the quickstart and put its output into README.md
 	$(BIN)/python docs/update_readme.py
 
-# The tables of docs/parity.md, by running every config.
-parity: .venv/installed  ## docs/parity.md: run every config
-	$(BIN)/acc-lm parity --output docs/parity.md
-	$(BIN)/python benchmarks/precision.py docs/parity.md
-	$(BIN)/python benchmarks/trained.py docs/parity.md
+# The tables of docs/promises/parity.md, by running every config.
+parity: .venv/installed  ## docs/promises/parity.md: run every config
+	$(BIN)/acc-lm parity --output docs/promises/parity.md
+	$(BIN)/python benchmarks/precision.py docs/promises/parity.md
+	$(BIN)/python benchmarks/trained.py docs/promises/parity.md
 
-memory: .venv/installed  ## docs/parity.md: memory of each config
-	$(BIN)/python benchmarks/memory.py docs/parity.md
+memory: .venv/installed  ## docs/promises/parity.md: memory of each config
+	$(BIN)/python benchmarks/memory.py docs/promises/parity.md
 
-# docs/scaling.md, measured anew on the processes that fit here: PROCESSES=1,2,4,8 on eight GPUs.
+# docs/measured/scaling.md, measured anew on the processes that fit here: PROCESSES=1,2,4,8 on eight GPUs.
 PROCESSES ?= 1,2,4
-scaling: .venv/installed  ## docs/scaling.md, on PROCESSES=1,2,4 processes
-	$(BIN)/acc-lm scaling --processes $(PROCESSES) --output docs/scaling.md
-	$(BIN)/acc-lm bench-comm --output docs/scaling.md
+scaling: .venv/installed  ## docs/measured/scaling.md, on PROCESSES=1,2,4 processes
+	$(BIN)/acc-lm scaling --processes $(PROCESSES) --output docs/measured/scaling.md
+	$(BIN)/acc-lm bench-comm --output docs/measured/scaling.md
 
-# The gates of docs/reliability.md: a hundred kills, twenty launches killed, every engine read by every other; what a save costs.
-chaos: .venv/installed  ## docs/reliability.md: kills, crashes, engines that read each other
-	$(BIN)/python benchmarks/chaos.py docs/reliability.md
-	$(BIN)/python benchmarks/saving.py docs/reliability.md
+# The gates of docs/promises/reliability.md: a hundred kills, twenty launches killed, every engine read by every other; what a save costs.
+chaos: .venv/installed  ## docs/promises/reliability.md: kills, crashes, engines that read each other
+	$(BIN)/python benchmarks/chaos.py docs/promises/reliability.md
+	$(BIN)/python benchmarks/saving.py docs/promises/reliability.md
 
-# Arbitrary input for MINUTES, and single faults planted in the code: what came of both is in docs/reliability.md.
+# Arbitrary input for MINUTES, and single faults planted in the code: what came of both is in docs/promises/reliability.md.
 MINUTES ?= 10
-fuzz: .venv/installed  ## docs/reliability.md: arbitrary input for MINUTES=10
-	$(BIN)/python benchmarks/fuzz.py --minutes $(MINUTES) docs/reliability.md
+fuzz: .venv/installed  ## docs/promises/reliability.md: arbitrary input for MINUTES=10
+	$(BIN)/python benchmarks/fuzz.py --minutes $(MINUTES) docs/promises/reliability.md
 
-mutate: .venv/installed  ## docs/reliability.md: faults planted in the code
-	$(BIN)/python benchmarks/mutate.py docs/reliability.md
+mutate: .venv/installed  ## docs/promises/reliability.md: faults planted in the code
+	$(BIN)/python benchmarks/mutate.py docs/promises/reliability.md
 
 # What becomes of every causal type of transformers.
-models: .venv/installed  ## docs/models.md: every causal type of transformers
+models: .venv/installed  ## docs/reference/models.md: every causal type of transformers
 	$(BIN)/python docs/update_models.py
 
-# docs/benchmarks.md, measured anew beside every peer that is here: Lightning and litgpt's requirements come with
+# docs/measured/benchmarks.md, measured anew beside every peer that is here: Lightning and litgpt's requirements come with
 # pip install 'acc-lm[bench]'; nanoGPT/, litgpt/ and transformers/ are looked for in the folder BENCH_PEERS.
-bench: .venv/installed  ## docs/benchmarks.md: speed next to peers, on a CPU
-	$(BIN)/python -m benchmarks.cpu --page docs/benchmarks.md
-	$(BIN)/python benchmarks/streaming.py docs/data.md
+bench: .venv/installed  ## docs/measured/benchmarks.md: speed next to peers, on a CPU
+	$(BIN)/python -m benchmarks.cpu --page docs/measured/benchmarks.md
+	$(BIN)/python benchmarks/streaming.py docs/guides/data.md
 
 # The same on a GPU, in three commands of less than ten minutes each.
 bench-gpu: .venv/installed  ## the same on a GPU, in three parts
 	$(BIN)/python -m benchmarks.gpu ceilings
 	$(BIN)/python -m benchmarks.gpu gpt2
-	$(BIN)/python -m benchmarks.gpu llama --page docs/benchmarks.md
+	$(BIN)/python -m benchmarks.gpu llama --page docs/measured/benchmarks.md
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'

@@ -101,7 +101,7 @@ def fit(run: Run, report: Reporter, stop_request: StopRequest) -> Ended:
     watch.catch_up(report, stop_request.check)
     saver = Saver(accelerator, run.output_dir, config, run.data.key, run.start.found, stop_request)
     progress, evaluation, stop, started = run.start.progress, None, None, time.monotonic()
-    saving = stop_request.saving(accelerator, config.distributed.timeout_seconds)
+    saving = stop_request.saving(runtime.cpu_group(accelerator, config.distributed.timeout_seconds, shared=True))
     with saving, saver, run.reading(), run.speed, run.peers:
         for step, batches in run.steps(watch.last_step):
             run.peers.at(f"step {step}", is_watched=True)

@@ -1,6 +1,6 @@
-"""Kill, stop and swap, at length: the measured gates of docs/reliability.md.
+"""Kill, stop and swap, at length: the measured gates of docs/promises/reliability.md.
 
-    python benchmarks/chaos.py [docs/reliability.md] [--kills 100] [--launcher-kills 20] [--only G6,G8]
+    python benchmarks/chaos.py [docs/promises/reliability.md] [--kills 100] [--launcher-kills 20] [--only G6,G8]
 
 The same functions as in the tests, more often. Twenty minutes on two cores.
 """
@@ -217,7 +217,7 @@ def main() -> None:
         rows[name] = f"| {name} | {getattr(chaos, name)()} |"
         print(rows[name], flush=True)
     lines = [
-        "`make chaos`, that is `python benchmarks/chaos.py docs/reliability.md`:",
+        "`make chaos`, that is `python benchmarks/chaos.py docs/promises/reliability.md`:",
         "",
         machine_line(),
         "",

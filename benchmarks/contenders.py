@@ -448,9 +448,17 @@ def nanogpt(job: Job) -> None:
         return torch.from_numpy(next(places))
 
     torch.randint = given_places
-    shape = job.model
-    device = device_here()
-    settings: dict[str, Any] = {
+    import pickle
+
+    (job.folder / "data/meta.pkl").write_bytes(pickle.dumps({"vocab_size": job.vocab_size}))
+    os.chdir(folder)  # it reads its configurator from there
+    sys.argv = ["train.py", *(f"--{key}={value}" for key, value in _nanogpt_settings(job).items())]
+    _run_script(folder / "train.py")
+
+
+def _nanogpt_settings(job: Job) -> dict[str, Any]:
+    shape, device = job.model, device_here()
+    return {
         "out_dir": str(Path("out").resolve()),
         "dataset": str(job.folder / "data"),
         "eval_interval": 10**9,
@@ -474,12 +482,6 @@ def nanogpt(job: Job) -> None:
         "compile": device == "cuda",
         "dtype": "bfloat16" if device == "cuda" else "float32",
     }
-    import pickle
-
-    (job.folder / "data/meta.pkl").write_bytes(pickle.dumps({"vocab_size": job.vocab_size}))
-    os.chdir(folder)  # it reads its configurator from there
-    sys.argv = ["train.py", *(f"--{key}={value}" for key, value in settings.items())]
-    _run_script(folder / "train.py")
 
 
 def _is_conv1d(name: str) -> bool:
@@ -546,27 +548,7 @@ def litgpt(job: Job, precision: str = "no") -> None:
         def val_dataloader(self) -> Any:
             return torch.utils.data.DataLoader([torch.from_numpy(job.row(0))], batch_size=1)  # type: ignore[arg-type]
 
-    shape = job.model
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    config = Config(
-        name="bench",
-        block_size=job.length,
-        vocab_size=job.vocab_size,
-        padded_vocab_size=job.vocab_size,
-        n_layer=shape["num_hidden_layers"],
-        n_head=heads,
-        n_query_groups=shape["num_key_value_heads"],
-        n_embd=hidden,
-        head_size=hidden // heads,
-        rotary_percentage=1.0,
-        parallel_residual=False,
-        bias=False,
-        norm_class_name="RMSNorm",
-        norm_eps=1e-6,
-        mlp_class_name="LLaMAMLP",
-        intermediate_size=shape["intermediate_size"],
-        rope_base=10000,
-    )
+    config = Config(**_litgpt_shape(job))
     own: dict[str, Any] = {}
     copy_weights_hf_llama(config, {}, own, dict(load(job, False).state_dict()))
     initialise = pretrain.initialize_weights
@@ -601,6 +583,30 @@ def litgpt(job: Job, precision: str = "no") -> None:
             "init_args": {"lr": LEARNING_RATE, "weight_decay": 0.0, "betas": (0.9, 0.999)},
         },
     )
+
+
+def _litgpt_shape(job: Job) -> dict[str, Any]:
+    shape = job.model
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    return {
+        "name": "bench",
+        "block_size": job.length,
+        "vocab_size": job.vocab_size,
+        "padded_vocab_size": job.vocab_size,
+        "n_layer": shape["num_hidden_layers"],
+        "n_head": heads,
+        "n_query_groups": shape["num_key_value_heads"],
+        "n_embd": hidden,
+        "head_size": hidden // heads,
+        "rotary_percentage": 1.0,
+        "parallel_residual": False,
+        "bias": False,
+        "norm_class_name": "RMSNorm",
+        "norm_eps": 1e-6,
+        "mlp_class_name": "LLaMAMLP",
+        "intermediate_size": shape["intermediate_size"],
+        "rope_base": 10000,
+    }
 
 
 def _run_script(file: Path) -> None:

@@ -312,6 +312,10 @@ def c3_precision_c10_memory(run: Run) -> None:
                 unit="ms",
                 scale=1e3,
             )
+    _add_bf16_gain_and_memory(run, race)
+
+
+def _add_bf16_gain_and_memory(run: Run, race: ring.Race) -> None:
     if "ours, bf16" in race.samples:
         has_units = any(word in Path("/proc/cpuinfo").read_text() for word in ("avx512_bf16", "amx_bf16"))
         gain = [a / b for a, b in zip(race.values("ours", "cpu"), race.values("ours, bf16", "cpu"), strict=True)]
@@ -702,7 +706,7 @@ def c8_saving(run: Run) -> None:
         unit="MiB/s",
         goal=Goal(at_least=0.85),
         higher_is_better=True,
-        note="what a save behind the training costs: docs/reliability.md",
+        note="what a save behind the training costs: docs/promises/reliability.md",
     )
 
 
@@ -997,7 +1001,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try whether everything runs")
-    parser.add_argument("--page", type=Path, help="docs/benchmarks.md, made from what was measured")
+    parser.add_argument("--page", type=Path, help="docs/measured/benchmarks.md, made from what was measured")
     chosen = parser.parse_args()
     suite(TOY if chosen.toy else Sizes(), [name for name in chosen.only.split(",") if name], chosen.output)
     if chosen.page:

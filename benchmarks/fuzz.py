@@ -1,6 +1,6 @@
 """Try arbitrary input on every property of tests/support/fuzz.py for some minutes, and write down how much and what came of it.
 
-python benchmarks/fuzz.py --minutes 10 docs/reliability.md       (make fuzz MINUTES=10)
+python benchmarks/fuzz.py --minutes 10 docs/promises/reliability.md       (make fuzz MINUTES=10)
 python benchmarks/fuzz.py --only "files of text" --seed 7        one of them, from a seed that failed
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
         what = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(seen.items()))
         rows.append(f"| {name} | {sum(seen.values()):,} | {what} | {len(failed)} |")
     lines = [
-        f"`make fuzz MINUTES={arguments.minutes:g}`, that is `python benchmarks/fuzz.py --minutes {arguments.minutes:g} docs/reliability.md`:",
+        f"`make fuzz MINUTES={arguments.minutes:g}`, that is `python benchmarks/fuzz.py --minutes {arguments.minutes:g} docs/promises/reliability.md`:",
         "",
         machine_line(),
         "",

@@ -357,7 +357,7 @@ def one_process_sharded() -> dict[str, str]:
     """What the only process of `accelerate launch --config_file fsdp2_grad_op.yaml --num_processes 1` finds."""
     import socket
 
-    from acc_lm.runtime.config_file import launch_with
+    from acc_lm.runtime.settings.config_file import launch_with
 
     file = ROOT / "accelerate_configs/fsdp2_grad_op.yaml"
     _, environment = launch_with(file, "--num_processes", "1")
@@ -769,7 +769,7 @@ def main() -> None:
         default=540,
         help="that it may take; what is not reached by then is listed (default: 540)",
     )
-    parser.add_argument("--page", type=Path, help="docs/benchmarks.md, made from what was measured")
+    parser.add_argument("--page", type=Path, help="docs/measured/benchmarks.md, made from what was measured")
     chosen = parser.parse_args()
     command(chosen.command, TOY if chosen.toy else Sizes(), chosen.output, chosen.seconds)
     if chosen.page:

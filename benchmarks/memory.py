@@ -1,6 +1,6 @@
-"""Peak memory of a process on every sharding engine, against the arithmetic of docs/strategies.md.
+"""Peak memory of a process on every sharding engine, against the arithmetic of docs/guides/strategies.md.
 
-    python benchmarks/memory.py [docs/parity.md]      # prints the table, and puts it into the page
+    python benchmarks/memory.py [docs/promises/parity.md]      # prints the table, and puts it into the page
 
 Measured on CPU processes: the bytes of all tensors alive, around every block and before the update, over three steps. Buffers
 of the communication library are no tensors and not in it. The rows are short, so that activations are small and
@@ -164,7 +164,7 @@ def main(page: Path | None) -> None:
 
     assert conftest
     lines = [
-        "`python benchmarks/memory.py docs/parity.md`: the most memory that tensors of a process took in three steps in fp32, in MB.",
+        "`python benchmarks/memory.py docs/promises/parity.md`: the most memory that tensors of a process took in three steps in fp32, in MB.",
         "",
         machine_line(),
         "",

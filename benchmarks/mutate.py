@@ -1,6 +1,6 @@
 """Plant single faults in the modules that decide numbers, and see whether their tests notice.
 
-python benchmarks/mutate.py docs/reliability.md              (make mutate) a sample of each module
+python benchmarks/mutate.py docs/promises/reliability.md              (make mutate) a sample of each module
 python benchmarks/mutate.py --only losses --sample 0         all of one module
 
 Each fault is one operator, comparison, number, condition or statement. A fault that no test notices is listed with its line: either
@@ -245,7 +245,7 @@ def report(found: list[tuple[Fault, str]], planted: dict[str, int], options: str
         (fault for fault, outcome in found if outcome == PASSED), key=lambda fault: (fault.module, fault.line)
     )
     return [
-        f"`make mutate`, that is `python benchmarks/mutate.py {options} docs/reliability.md`: "
+        f"`make mutate`, that is `python benchmarks/mutate.py {options} docs/promises/reliability.md`: "
         f"{len(found)} faults planted, {killed} noticed ({killed / len(found):.1%}).",
         "",
         machine_line(),

@@ -1,6 +1,6 @@
-"""Quality per token: AdamW and Muon on the same rows, each at several learning rates; a table of docs/performance.md.
+"""Quality per token: AdamW and Muon on the same rows, each at several learning rates; a table of docs/measured/performance.md.
 
-    python benchmarks/optimizers.py [docs/performance.md]      # eleven short runs on one core
+    python benchmarks/optimizers.py [docs/measured/performance.md]      # eleven short runs on one core
 
 Every run sees the same tokens in the same order, from the same weights. The rate that is best for an optimizer is run
 again with other seeds, which change weights and order: a difference within their spread is none.
@@ -65,7 +65,7 @@ def main(page: Path | None) -> None:
     assert conftest
     tokens = STEPS * ROWS * LENGTH
     lines = [
-        f"`python benchmarks/optimizers.py docs/performance.md`: a Llama of 0.15 million weights on the bytes of Python's standard library, {tokens:,} "
+        f"`python benchmarks/optimizers.py docs/measured/performance.md`: a Llama of 0.15 million weights on the bytes of Python's standard library, {tokens:,} "
         "tokens, cosine schedule; loss on held-out text in nats per byte. Under muon AdamW's part "
         f"has the peak rate {OF_THE_REST:g}.",
         "",

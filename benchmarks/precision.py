@@ -1,6 +1,6 @@
-"""How far the backends are from one process in each precision, and what they send; the table of docs/parity.md.
+"""How far the backends are from one process in each precision, and what they send; the table of docs/promises/parity.md.
 
-    python benchmarks/precision.py [docs/parity.md]
+    python benchmarks/precision.py [docs/promises/parity.md]
 
 The same short trainings as in tests/runs/test_backends.py: 20 steps, global batch 48, ragged targets.
 """
@@ -26,7 +26,7 @@ def main(page: Path | None) -> None:
 
     assert conftest
     lines = [
-        "`python benchmarks/precision.py docs/parity.md`: largest relative difference of loss, gradient norm and evaluation from one "
+        "`python benchmarks/precision.py docs/promises/parity.md`: largest relative difference of loss, gradient norm and evaluation from one "
         "process, over 20 steps; the worse of a tied GPT-2 and an untied Llama (float64: each of them, Llama's RMSNorm computes in float32).",
         "",
         machine_line(),

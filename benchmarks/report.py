@@ -1,6 +1,6 @@
-"""Results of the suites -> one file each, and from the newest files the page docs/benchmarks.md.
+"""Results of the suites -> one file each, and from the newest files the page docs/measured/benchmarks.md.
 
-python -m benchmarks.report docs/benchmarks.md
+python -m benchmarks.report docs/measured/benchmarks.md
 """
 
 from __future__ import annotations

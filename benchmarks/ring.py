@@ -363,6 +363,23 @@ def race(
             checks,
             started,
         )
+    samples = _take_turns(workers, failed, steps, rounds, warm_up, deadline, patience, say)
+    for name, why in failed.items():
+        say(f"  {name}: failed, {why}")
+    return Race(samples, failed, checks, started)
+
+
+def _take_turns(
+    workers: dict[str, Worker],
+    failed: dict[str, str],
+    steps: int,
+    rounds: int,
+    warm_up: int,
+    deadline: float,
+    patience: Callable[[], float],
+    say: Callable[[str], None],
+) -> dict[str, list[dict[str, float]]]:
+    """Measure every worker once in each round, the first place rotating; a worker that fails leaves `workers`."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     took = 0.0
     for round_ in range(-1, rounds):  # the first one warms up and does not count
@@ -384,9 +401,7 @@ def race(
         took = time.monotonic() - began
     for worker in workers.values():
         worker.end()
-    for name, why in failed.items():
-        say(f"  {name}: failed, {why}")
-    return Race(samples, failed, checks, started)
+    return samples
 
 
 def _start(

@@ -1,6 +1,6 @@
 """What a checkpoint costs: its speed beside a raw write, and what a save behind the training takes from it.
 
-    python benchmarks/saving.py [docs/reliability.md]
+    python benchmarks/saving.py [docs/promises/reliability.md]
 
 The contenders take turns; the median of the rounds counts. Goals: a save at 0.85 of the speed of a raw write of the same bytes
 that is flushed to the disk, and behind the training at most 3 % of the steps' time.
@@ -180,7 +180,7 @@ def main() -> None:
     ratio = statistics.median(r / s for r, s in zip(times["raw"], times["save"], strict=True))
     plain = statistics.median(took["no save"])
     lines = [
-        "`python benchmarks/saving.py docs/reliability.md`:",
+        "`python benchmarks/saving.py docs/promises/reliability.md`:",
         "",
         machine_line(),
         "",

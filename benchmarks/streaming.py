@@ -1,6 +1,6 @@
 """Tokens per second of both doors, beside the tokenizer's own speed, per second of CPU of all processes that take part.
 
-    python benchmarks/streaming.py [docs/data.md]
+    python benchmarks/streaming.py [docs/guides/data.md]
 
 A file is written into between its `<!-- streaming -->` lines. Text: the Python standard library's source in shards, and a
 byte-level BPE of 8,192 ids made from it; one thread per process. Goal: streams reach 0.8 of the tokenizer's own speed.

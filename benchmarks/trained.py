@@ -1,6 +1,6 @@
-"""What is read x what is trained x how rows are made x what it runs on: every pair of values, run; a table of docs/parity.md.
+"""What is read x what is trained x how rows are made x what it runs on: every pair of values, run; a table of docs/promises/parity.md.
 
-python benchmarks/trained.py [docs/parity.md]
+python benchmarks/trained.py [docs/promises/parity.md]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(page: Path | None) -> None:
     from acc_lm.studies.tables import machine_line, replace_block
 
     lines = [
-        "`python benchmarks/trained.py docs/parity.md`: 10 steps, the largest relative difference of any step from one process on the same rows; "
+        "`python benchmarks/trained.py docs/promises/parity.md`: 10 steps, the largest relative difference of any step from one process on the same rows; "
         "then the same launch killed with SIGKILL at its second save and started again. Every value of a column was run with every value of each "
         "other column. For text, packed is `data.attend_across_documents: false`, padded is rows that are read as one text.",
         "",

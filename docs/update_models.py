@@ -1,4 +1,4 @@
-"""Put what becomes of every causal type of transformers into docs/models.md.
+"""Put what becomes of every causal type of transformers into docs/reference/models.md.
 
 python docs/update_models.py          looks at all of them, some minutes on one core
 """
@@ -46,7 +46,7 @@ def main() -> None:
         "|---|---|---|",
         *(f"| `{each.model_type}` | {each.outcome} | {each.why.replace('|', ' ')} |" for each in others),
     ]
-    replace_block(ROOT / "docs/models.md", "models", "\n".join(lines))
+    replace_block(ROOT / "docs/reference/models.md", "models", "\n".join(lines))
     for each in wrong:
         print(f"{each.model_type}: {each.wrong}", file=sys.stderr)
     sys.exit(bool(wrong))

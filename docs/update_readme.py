@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("multi_node_ddp", "fsdp2_grad_op", "fsdp2_offload", "deepspeed_zero2_offload", "deepspeed_zero1")
-"""Cases of docs/parity.md that the README leaves out."""
+"""Cases of docs/promises/parity.md that the README leaves out."""
 
 
 def output_of(*command: str) -> str:
@@ -54,8 +54,8 @@ def recipe_table() -> str:
 
 
 def parity_table() -> str:
-    """A row for each strategy of docs/parity.json, and under what it was measured."""
-    parity = json.loads((ROOT / "docs/parity.json").read_text())
+    """A row for each strategy of docs/promises/parity.json, and under what it was measured."""
+    parity = json.loads((ROOT / "docs/promises/parity.json").read_text())
     rows = [
         "| config, processes | engine | largest difference in loss | in gradient norm | rows of each step |",
         "|---|---|---|---|---|",

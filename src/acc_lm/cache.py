@@ -116,7 +116,7 @@ def write_facts(work: Path, facts: dict[str, Any]) -> None:
     files = {str(path.relative_to(work)): path.stat().st_size for path in work.rglob("*") if path.is_file()}
     with (work / FACTS).open("w") as file:
         json.dump({**facts, "files": files}, file)
-        flush(file)
+        flush_file(file)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def flush(file: Any) -> None:
+def flush_file(file: Any) -> None:
     """Flush a file to the disk itself, if the file system can."""
     file.flush()
     try:

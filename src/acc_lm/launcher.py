@@ -1,4 +1,4 @@
-"""Variables of the launcher that tell this process its place, before torch is loaded."""
+"""Place of this process in its launch, from the launcher's variables, and an end together with its parent; no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def process_index() -> int:
@@ -22,13 +25,38 @@ def is_main_process() -> bool:
     return process_index() == 0
 
 
+def is_torchrun() -> bool:
+    """Check whether torchrun, or Accelerate through it, started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def shutdown_seconds() -> float:
+    """Seconds that torchrun waits after a SIGTERM before it kills its processes."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+
+
+def request_death_signal(number: int) -> Callable[[], None]:
+    """Return a function that asks Linux to send this signal to its process when the parent dies, however it dies.
+
+    Its process may be a fork that has not yet started its command: it loads nothing.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Ask Linux to make this process the parent of its descendants whose parent dies, so that it can wait for them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
 def die_with_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher dies, however it dies, so that no process of a run outlives it."""
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if not is_launched or sys.platform != "linux":
+    """Ask Linux for a SIGTERM when the launcher dies, so that no process of a run outlives it."""
+    if sys.platform != "linux" or not (is_torchrun() or "ACCELERATE_MIXED_PRECISION" in os.environ):
         return
     launcher = os.getppid()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    request_death_signal(signal.SIGTERM)()
     if os.getppid() != launcher:  # the launcher died in the meantime
         os.kill(os.getpid(), signal.SIGTERM)

@@ -10,17 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from acc_lm.errors import EXIT_INTERRUPTED, Preempted
-from acc_lm.launcher import is_main_process
+from acc_lm.launcher import is_main_process, is_torchrun
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    pass
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVE = "SAVE"
@@ -117,19 +116,13 @@ class StopRequest:
                 os._exit(128 + number[0])
 
     @contextmanager
-    def saving(self, accelerator: Accelerator, timeout_seconds: float = 1800) -> Iterator[None]:
+    def saving(self, group: Any) -> Iterator[None]:
         """Context of the training loop, in which a request waits for `agreed`. Every process must call it.
 
         Args:
-            timeout_seconds: Seconds that `agreed` waits for another process, if it has a process group of its own.
+            group: process group on the CPU, because agreeing must not wait for the device; None with one process.
         """
-        import torch.distributed as dist
-
-        if accelerator.num_processes > 1:
-            # A process group on the CPU, because agreeing must not wait for the device.
-            own = dist.get_backend() != "gloo"
-            limit = timedelta(seconds=timeout_seconds)
-            self._group = dist.new_group(backend="gloo", timeout=limit) if own else dist.group.WORLD
+        self._group = group
         for name in ("STOP", SAVE):
             file = self._output_dir / name
             if is_main_process() and file.is_file() and file.stat().st_mtime < self._started:
@@ -159,7 +152,7 @@ class StopRequest:
             raise Preempted(f"stopped by {name} where there was nothing new to save; the same command goes on")
         if is_main_process():
             # A launcher turns a second Ctrl-C into a SIGTERM.
-            hint = "" if "TORCHELASTIC_RUN_ID" in os.environ else " (a second Ctrl-C leaves at once)"
+            hint = "" if is_torchrun() else " (a second Ctrl-C leaves at once)"
             os.write(2, f"\n{name}: finishing the step, then saving{hint}\n".encode())
 
     def _mine(self) -> int:

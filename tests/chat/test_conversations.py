@@ -33,7 +33,7 @@ from acc_lm.config import Config, TokenizerConfig
 from acc_lm.config.loading import dump_config, load_config
 from acc_lm.data import Data, build_data
 from acc_lm.errors import CheckpointError, ConfigError, DataError
-from acc_lm.evaluation.samples import prompts_of
+from acc_lm.evaluation.samples import sample_prompts
 from acc_lm.run_files.metrics_file import SAMPLES, read
 from acc_lm.studies.parity import largest_differences, read_metrics
 from acc_lm.text.tokenizer import load_tokenizer, make_tokenizer
@@ -252,11 +252,11 @@ def test_prompts_and_completions_in_roles_are_asked_in_their_template(tiny: list
     asked = "tracking.sample_tokens=2", "tracking.sample_prompts=[Hi]"
     data, config = data_of(tiny, file, tmp_path, own, *asked)
     assert data.tokenizer.chat_template == (tmp_path / "own.jinja").read_text()
-    (prompt,) = prompts_of(data, config)
+    (prompt,) = sample_prompts(data, config)
     assert data.tokenizer.decode(prompt) == "#user:\nHi<|endoftext|>\nassistant:\n"
     plain = lines(tmp_path / "y.jsonl", *({"prompt": f"q {i}", "completion": "a"} for i in range(9)))
     data, config = data_of(tiny, plain, tmp_path, *asked)
-    assert data.tokenizer.decode(prompts_of(data, config)[0]) == "Hi"
+    assert data.tokenizer.decode(sample_prompts(data, config)[0]) == "Hi"
     for file, key in ((plain, own), (plain, "data.chat_template_date=2020-02-03")):
         with pytest.raises(ConfigError, match=rf"{key.partition('=')[0]} must be null for "):
             data_of(tiny, file, tmp_path, key)

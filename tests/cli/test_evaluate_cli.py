@@ -501,7 +501,7 @@ def test_final_answers_in_transformers_pipeline(kind: str, request: pytest.Fixtu
 
     def answer() -> Any:
         (cell,) = re.findall(
-            r"^```python\n(.*?)^```", (ROOT / "docs/evaluating.md").read_text(), re.DOTALL | re.MULTILINE
+            r"^```python\n(.*?)^```", (ROOT / "docs/guides/evaluating.md").read_text(), re.DOTALL | re.MULTILINE
         )
         cell = cell.replace("runs/chat/final", f"{run}/final").replace("print(", "told.append(")
         told: list[Any] = []
@@ -518,7 +518,7 @@ def test_the_commands_of_the_page_work(chat_run: Path, chats: Path, tmp_path: Pa
     (tmp_path / "chats").mkdir()
     for file in ("more.jsonl", "chats/some.jsonl"):
         (tmp_path / file).write_text("".join(chats.read_text().splitlines(keepends=True)[:9]))
-    found = commands(ROOT / "docs/evaluating.md")
+    found = commands(ROOT / "docs/guides/evaluating.md")
     assert len(found) == 6
     for command in found:
         words = shlex.split(command)

@@ -274,7 +274,7 @@ def test_print_config_prints_the_recipe_that_reproduces_the_run(
 
 def test_schema_and_reference_are_fresh() -> None:
     assert (ROOT / "recipes/schema.json").read_text() == json_schema(), "run `make docs`"
-    assert (ROOT / "docs/recipe.md").read_text() == markdown(), "run `make docs`"
+    assert (ROOT / "docs/reference/recipe.md").read_text() == markdown(), "run `make docs`"
     schema = json.loads(json_schema())
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["TrainingConfig"]["properties"]["global_batch_size"]["description"]

@@ -69,7 +69,7 @@ def test_the_header_says_what_to_expect_and_from_where(file: Path) -> None:
 
 
 def memory_per_gpu(config: Any, strategy: str, num_processes: int) -> float:
-    """Bytes that a process needs in bf16, as `Choose by arithmetic` in docs/strategies.md counts them."""
+    """Bytes that a process needs in bf16, as `Choose by arithmetic` in docs/guides/strategies.md counts them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

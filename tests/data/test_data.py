@@ -37,7 +37,7 @@ from acc_lm.text.documents import Corpus, Document, Skipped, text_in
 from acc_lm.text.files import read_files
 from acc_lm.text.splitting import split_documents
 from acc_lm.text.synthetic import entropy_rate, transition_matrix
-from acc_lm.text.tokenizer import PIECE, id_dtype, make_tokenizer, pieces_of, text_encoder, token_bytes
+from acc_lm.text.tokenizer import PIECE, cut_text, id_dtype, make_tokenizer, text_encoder, token_bytes
 
 BYTE = TokenizerConfig(kind="byte")
 
@@ -441,11 +441,11 @@ def test_a_bpe_is_trained_on_the_training_split_only(tmp_path: Path) -> None:
 def test_long_documents_are_encoded_in_pieces_without_a_trace() -> None:
     text = "".join(f"word {i} of a line\n" for i in range(PIECE // 12))
     encoder = text_encoder(make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), [text[:5000]]))
-    pieces = pieces_of(text, encoder)
+    pieces = cut_text(text, encoder)
     assert len(pieces) > 1
     assert "".join(pieces) == text
     assert [i for piece in pieces for i in encoder.encode(piece).ids] == encoder.encode(text).ids
-    assert pieces_of("no line break at all" * (PIECE // 10), encoder)[0]
+    assert cut_text("no line break at all" * (PIECE // 10), encoder)[0]
 
 
 def prefixing_tokenizer(**vocabulary: int) -> PreTrainedTokenizerFast:
@@ -460,8 +460,8 @@ def test_a_long_document_has_one_beginning_for_a_tokenizer_that_marks_it(tmp_pat
     tokenizer = prefixing_tokenizer(_a=2, _b=3)
     text = "a\n b\n" * (PIECE // 4)
     encoder = text_encoder(tokenizer)
-    assert pieces_of(text, encoder) == [text]
-    assert pieces_of(text[:PIECE], encoder) == [text[:PIECE]]
+    assert cut_text(text, encoder) == [text]
+    assert cut_text(text[:PIECE], encoder) == [text[:PIECE]]
     (tmp_path / "x.txt").write_text(text)
     config = DataConfig(source="files", files=(str(tmp_path / "x.txt"),))
     assert build_data(config, BYTE, tokenizer, 0, 1).former_key is None, "a checkpoint may have learned other ids"

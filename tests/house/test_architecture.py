@@ -20,6 +20,10 @@ FRONTS = ("config", "data", "training", "runtime")
 INSIDE = {"config": ("loading", "messages", "reference"), "training": ("step",)}
 """Modules of a room with a front that others may import all the same: a front with them would load more than they need."""
 MODULES = sorted(SOURCE.rglob("*.py"))
+PARTS_OF_RUNTIME = re.findall(
+    r"^    (\w+)/ ", ast.get_docstring(ast.parse((SOURCE / "runtime/__init__.py").read_text())) or "", re.M
+)
+PROGRAMS = [*MODULES, ROOT / "train.py", *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").rglob("*.py")]
 
 
 def room(file: Path) -> str:
@@ -65,8 +69,17 @@ def test_rooms_import_from_rooms_below(file: Path) -> None:
             assert height(other) <= height(room(file)), f"{room(file)} imports {other}, which stands above it"
 
 
+def test_the_parts_of_the_runtime_import_from_those_below() -> None:
+    assert {file.parent.name for file in (SOURCE / "runtime").glob("*/*.py")} == {*PARTS_OF_RUNTIME}
+    for file in (SOURCE / "runtime").glob("*/*.py"):
+        for name, _ in imports(file):
+            if name.startswith("acc_lm.runtime."):
+                part = name.split(".")[2]
+                assert PARTS_OF_RUNTIME.index(part) >= PARTS_OF_RUNTIME.index(file.parent.name), f"{file.name}: {name}"
+
+
 def test_every_file_of_a_room_has_a_line_in_its_docstring() -> None:
-    for name in ROOMS:
+    for name in [*ROOMS, *(f"runtime/{part}" for part in PARTS_OF_RUNTIME)]:
         text = ast.get_docstring(ast.parse((SOURCE / name / "__init__.py").read_text())) or ""
         files = {file.stem for file in (SOURCE / name).glob("[a-z]*.py")}
         lines = [line.strip() for line in text.splitlines()]
@@ -103,6 +116,47 @@ def test_strategies_have_names_in_the_runtime_only() -> None:
             assert word not in text.lower(), f"{file.name} names {word}"
 
 
+def test_launchers_and_process_groups_are_known_to_the_runtime_and_to_launcher_only() -> None:
+    """Muon reads and writes parts of tensors that FSDP2 cuts, as torch's own optimizers do."""
+    variables = re.compile(r"(TORCHELASTIC|TORCH_ELASTIC|ACCELERATE|FSDP|MASTER)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)")
+    calls = ("new_group", "init_process_group", "to_local", "full_tensor", "device_mesh", "distribute_tensor", "prctl")
+    known = {SOURCE / "launcher.py", SOURCE / "optimization/muon.py"}
+    for file in [*MODULES, ROOT / "train.py"]:
+        if file in known or file.is_relative_to(SOURCE / "runtime"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not variables.fullmatch(node.value), f"{file.name} names {node.value}"
+            elif isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                assert name not in calls, f"{file.name} names {name}"
+
+
+def test_a_public_name_means_one_thing() -> None:
+    """Verbs of the command line all have `add_arguments` and `run`, programs have `main`, metrics their own modules."""
+    places: dict[str, list[str]] = {}
+    for file in MODULES:
+        if file.is_relative_to(SOURCE / "evaluation/metrics"):
+            continue
+        for name in public_names(file):
+            places.setdefault(name, []).append(str(file.relative_to(SOURCE)))
+    repeated = {name for name, files in places.items() if len(files) > 1}
+    assert repeated <= {"add_arguments", "run", "main"}, {name: places[name] for name in repeated}
+    assert not places.keys() & {"found", "asked", "given", "known", "told", "own", "there"}
+
+
+def public_names(file: Path) -> list[str]:
+    """Names that the top level of a module defines."""
+    names = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_inside_of_a_room_with_a_front_is_imported_by_itself_only(front: str) -> None:
     """Other rooms get what the front lists: so the name of a strategy, for one, cannot leave through a side door."""
@@ -110,8 +164,9 @@ def test_the_inside_of_a_room_with_a_front_is_imported_by_itself_only(front: str
     for file in [*MODULES, ROOT / "train.py"]:
         if not file.is_relative_to(SOURCE / front):
             inside = {name for name, _ in imports(file) if name.startswith(f"acc_lm.{front}.")}
-            files = {name for name in inside if (SOURCE / front / f"{name.split('.')[2]}.py").exists()}
-            assert files <= allowed, file.name
+            part = {name: SOURCE / front / name.split(".")[2] for name in inside}
+            modules = {name for name in inside if part[name].is_dir() or part[name].with_suffix(".py").exists()}
+            assert modules <= allowed, file.name
 
 
 def is_docstring(node: ast.AST, file: Path) -> bool:
@@ -172,7 +227,10 @@ def test_train_reads_in_one_sitting() -> None:
     assert set(lengths) == {"train", "build", "fit", "main"}
     assert max(lengths.values()) <= 60
     assert len(text.splitlines()) <= 160
-    assert "# fmt" not in text
+
+
+def test_the_formatter_has_no_exceptions() -> None:
+    assert [file.name for file in PROGRAMS if "# fmt:" in file.read_text()] == []
 
 
 @pytest.mark.parametrize("file", [*MODULES, ROOT / "train.py"], ids=lambda file: file.name)
@@ -185,9 +243,7 @@ def test_only_the_rooms_of_rows_and_data_ask_what_kind_rows_are(file: Path) -> N
             assert not re.search(r"\b\w*Rows\b", ast.unparse(node.args[1])), ast.unparse(node)
 
 
-@pytest.mark.parametrize(
-    "file", [*MODULES, ROOT / "train.py", *(ROOT / "benchmarks").glob("*.py")], ids=lambda file: file.name
-)
+@pytest.mark.parametrize("file", PROGRAMS, ids=lambda file: file.name)
 def test_no_function_is_longer_than_two_screens(file: Path) -> None:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]

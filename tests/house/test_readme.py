@@ -121,7 +121,7 @@ def test_the_shown_output_is_of_this_quickstart() -> None:
 def test_every_exit_code_is_documented() -> None:
     from acc_lm import errors
 
-    page = (ROOT / "docs/files.md").read_text()
+    page = (ROOT / "docs/reference/files.md").read_text()
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UserError)]
     for kind in kinds:
         assert f"| {kind.exit_code} | {kind.status} |" in page

@@ -29,7 +29,7 @@ from acc_lm.checkpointing import format
 from acc_lm.cli.train import parse_train_arguments
 from acc_lm.errors import ConfigError, DataError, UserError, print_problems
 from acc_lm.redaction import redact, redact_words
-from acc_lm.runtime.config_file import read_config
+from acc_lm.runtime.settings.config_file import read_config
 from acc_lm.text import files
 from acc_lm.text.documents import Skipped, text_in
 from acc_lm.text.files import read_files

@@ -1,6 +1,6 @@
 """Other people's models: each type trains here as in transformers, or is refused for a reason that is true.
 
-`docs/models.md` is made by the same code and says what becomes of which type.
+`docs/reference/models.md` is made by the same code and says what becomes of which type.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from acc_lm.modeling.adapter import add_adapter
 from acc_lm.modeling.attention import CAUSAL_WITHOUT_MASK
 from acc_lm.modeling.build import build_model, flops_of_model
 from acc_lm.modeling.flops import Flops, flops_of, peak_of
-from acc_lm.reporting.trace import PARTS, STEP, joined, look_at, operators, split, without
+from acc_lm.reporting.trace import STEP, STEP_PARTS, joined, look_at, operators, split, without
 from acc_lm.run_files.metrics_file import read
-from acc_lm.runtime.exposed import watched
+from acc_lm.runtime.monitoring.exposed_communication import watched
 from acc_lm.text.tokenizer import make_tokenizer
 from benchmarks import gpu
 
@@ -312,7 +312,7 @@ def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tin
     def slow_main(rank: int) -> None:
         slow_host(1 - rank)
         if rank == 0:
-            for place in ("acc_lm.training.reporter.start_block", "acc_lm.run_files.metrics_file.draw"):
+            for place in ("acc_lm.training.reporter.start_block", "acc_lm.run_files.metrics_file.draw_curves"):
                 wrap(place, lambda: time.sleep(1.0))
 
     train([*tiny, "training.max_steps=6", "training.log_every=2", "training.eval_every=3", "checkpoint.every=100",
@@ -500,7 +500,7 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_the_device() -> None:
     assert second["exposed"] == [pytest.approx(1e-3)]
     parts = split([fast, slow])
     for of in parts:
-        assert sum(of[name] for name in PARTS) == pytest.approx(of["step"])
+        assert sum(of[name] for name in STEP_PARTS) == pytest.approx(of["step"])
     assert [round(1e3 * of["communication"], 3) for of in parts] == [1.5, 1.5]
     assert [round(1e3 * of["waiting"], 3) for of in parts] == [0, 0.5]
     assert [round(1e3 * of["hidden"], 3) for of in parts] == [3, 3]

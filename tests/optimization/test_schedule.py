@@ -136,12 +136,12 @@ def test_after_a_changed_global_batch_the_rate_is_that_of_the_place(name: str) -
 
 
 def test_every_fragment_of_the_page_is_a_recipe(tmp_path: Path) -> None:
-    """docs/controls.md: each block laid over the quickstart, and each schedule for all of its steps."""
+    """docs/guides/controls.md: each block laid over the quickstart, and each schedule for all of its steps."""
     from ruamel.yaml import YAML
 
     from acc_lm.config.loading import load_config
 
-    page = (ROOT / "docs/controls.md").read_text()
+    page = (ROOT / "docs/guides/controls.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 13
     names = set()

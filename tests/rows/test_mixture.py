@@ -345,7 +345,7 @@ def test_a_mixture_beside_another_source_is_refused(tiny: list[str], files: dict
 
 
 def test_the_recipes_shown_in_the_docs_are_recipes(tmp_path: Path) -> None:
-    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/guides/data.md").read_text(), re.DOTALL)
     assert len(shown) == 2
     for text in shown:
         file = tmp_path / "shown.yaml"

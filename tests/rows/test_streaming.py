@@ -29,7 +29,7 @@ from acc_lm.rows import stream_reader
 from acc_lm.rows.loader import MicroBatches, build_loader
 from acc_lm.rows.order import RowOrder, StreamOrder
 from acc_lm.rows.stream_reader import Position, Shards, State, Stream, open_shards
-from acc_lm.rows.streams import Reader
+from acc_lm.rows.streams import StreamReader
 from acc_lm.run_files.metrics_file import read
 from acc_lm.text.tokenizer import make_tokenizer, text_encoder
 
@@ -174,7 +174,7 @@ def test_documents_are_encoded_as_plain_text(tmp_path: Path) -> None:
         json.dumps({"text": "a <|endoftext|> b " * 9}) + "\n" + json.dumps({"text": "x" * 1_000_001 + "\ny"}) + "\n"
     )
     config = config_of([file], streaming=True, num_streams=1, eval_files=str(file))
-    reader = Reader(job_of(config), (2, 17), np.dtype(np.uint16))
+    reader = StreamReader(job_of(config), (2, 17), np.dtype(np.uint16))
     try:
         _, rows = reader.next_chunk()
     finally:
@@ -283,7 +283,7 @@ def job_of(config: DataConfig) -> dict[str, Any]:
 
 def test_a_reader_waits_for_who_does_not_read(shards: list[Path]) -> None:
     """Its text has no end: without back-pressure it would never be still."""
-    reader = Reader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
+    reader = StreamReader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
     try:
         reader.next_chunk()
         process, used, end = psutil.Process(reader._process.pid), -1.0, time.monotonic() + 60
@@ -299,7 +299,7 @@ def test_a_reader_waits_for_who_does_not_read(shards: list[Path]) -> None:
 
 
 def test_a_reader_that_dies_is_an_error(shards: list[Path]) -> None:
-    reader = Reader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
+    reader = StreamReader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
     reader.next_chunk()
     os.kill(reader._process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match="the process that reads the streams must go on, got its end"):

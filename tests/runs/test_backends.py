@@ -15,8 +15,8 @@ import torch
 from backends import BACKENDS, GLOBAL_BATCH, STEPS, STRATEGY, TIED, Curve, Scenario, run_backend
 from processes import ROOT, Launch, launcher_environment, run_training
 
-from acc_lm.runtime.extensions import has_libaio
-from acc_lm.studies.parity import TOLERANCE, Row, largest_differences, read_metrics
+from acc_lm.runtime.settings.extensions import has_libaio
+from acc_lm.studies.parity import TOLERANCE, ParityRow, largest_differences, read_metrics
 
 GRID = [
     Scenario("gpt2", accumulation=4, gradient_checkpointing=True),
@@ -474,9 +474,9 @@ def test_a_silent_fall_back_to_ddp_is_an_error(tiny: list[str]) -> None:
 
     def run() -> int:
         import train
-        from acc_lm.runtime import launch
+        from acc_lm.runtime.launch import accelerator
 
-        launch.shard_on_cpu = lambda *arguments: None
+        accelerator.shard_on_cpu = lambda *arguments: None
         return train.main([*tiny, "--dry-run"])
 
     finished = Launch(run, 2, environment_of("fsdp2", 2)).wait(60)
@@ -579,7 +579,7 @@ def test_a_value_that_is_missing_or_no_number_is_no_agreement() -> None:
     }
     more = {**expected, 3: {"train/loss": 0.5}}
     assert largest_differences(expected, more) == largest_differences(more, expected) == {"train/loss": float("inf")}
-    row = Row("a", "ddp", "DDP", largest_differences({}, {}), True, 0.0, 0.0)
+    row = ParityRow("a", "ddp", "DDP", largest_differences({}, {}), True, 0.0, 0.0)
     assert not row.is_within(TOLERANCE["no"]), "nothing was compared"
 
 

@@ -15,7 +15,7 @@ from backends import Scenario, train_curve
 from processes import run_everywhere, run_training
 
 from acc_lm.modeling.losses import summed_loss
-from acc_lm.runtime.exposed import watched
+from acc_lm.runtime.monitoring.exposed_communication import watched
 
 pytestmark = [
     pytest.mark.gpu,

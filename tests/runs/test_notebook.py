@@ -63,7 +63,7 @@ if __name__ == "__main__":
 def of_the_page() -> str:
     """The cell that users copy."""
     (cell,) = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs/several_nodes.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^```python\n(.*?)^```", (ROOT / "docs/guides/several_nodes.md").read_text(), re.DOTALL | re.MULTILINE
     )
     return str(cell)
 

@@ -231,7 +231,7 @@ def test_a_machine_that_dies_ends_the_other_within_seconds(nodes: Nodes, tiny: l
 
 
 def test_the_page_shows_the_commands_that_ran_here() -> None:
-    page = (ROOT / "docs/several_nodes.md").read_text().splitlines()
+    page = (ROOT / "docs/guides/several_nodes.md").read_text().splitlines()
     nodes = Nodes(())
     for command in (by_accelerate(nodes, "multi_node_ddp.yaml", 2, [])[0], by_torchrun(nodes, 2, [])[0]):
         (shown,) = [line.split() for line in page if line.startswith(command[0])]

@@ -173,7 +173,7 @@ def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: li
     def prepare() -> None:
         import acc_lm.evaluation.held_out
 
-        acc_lm.evaluation.held_out.PAUSE = 1
+        acc_lm.evaluation.held_out.PAUSE_BATCHES = 1
         if os.environ.get("RANK") == "1":
             wrap("acc_lm.training.train_step", lambda: wrap("acc_lm.evaluation.held_out.to_device", tell, 2), step)
 

@@ -175,7 +175,7 @@ def test_a_run_sets_the_order_of_kernels_for_its_whole_process(
         from torch.nn.attention import _cur_sdpa_kernel_backends
 
         from acc_lm.config import TrainingConfig
-        from acc_lm.runtime.launch import _set_numerics
+        from acc_lm.runtime.launch.accelerator import _set_numerics
 
         before = [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
         torch.cuda.get_device_capability = lambda device=None: capability  # type: ignore[assignment, misc]
@@ -305,14 +305,14 @@ FP8 = replace(SMALL, mixed_precision="fp8")
 
 
 def test_what_fp8_needs_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.runtime import fp8
-    from acc_lm.runtime.launch import _checked_precision
+    from acc_lm.runtime.settings import fp8
+    from acc_lm.runtime.launch.refusals import checked_precision
 
     monkeypatch.setattr(fp8, "find_spec", lambda name: None)
     with pytest.raises(
         MachineError, match=r"^training.mixed_precision must be bf16 or no without torchao, got fp8; install"
     ):
-        _checked_precision("fp8", has_accelerator=True)
+        checked_precision("fp8", has_accelerator=True)
     monkeypatch.setattr(fp8, "find_spec", lambda name: "here")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
@@ -320,11 +320,11 @@ def test_what_fp8_needs_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         MachineError, match=r"on NVIDIA A100, got fp8, which takes compute capability 8.9 and it has 8.0"
     ):
-        _checked_precision("fp8", has_accelerator=True)
+        checked_precision("fp8", has_accelerator=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert _checked_precision("fp8", has_accelerator=True) == "fp8"
+    assert checked_precision("fp8", has_accelerator=True) == "fp8"
     with pytest.raises(MachineError, match="must be bf16 or no under DeepSpeed, got fp8"):
-        _checked_precision("fp8", has_accelerator=True, strategy="deepspeed_zero2")
+        checked_precision("fp8", has_accelerator=True, strategy="deepspeed_zero2")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_what_fp8_needs_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch
 )  # fmt: skip
 def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: list[str]) -> None:
     from acc_lm.config.loading import load_config
-    from acc_lm.runtime.fp8 import check_recipe
+    from acc_lm.runtime.settings.fp8 import check_recipe
 
     with pytest.raises(ConfigError, match=says):
         check_recipe(load_config(Path(tiny[1]), ["model.config=null", "model.name_or_path=somewhere", override]))
@@ -344,7 +344,7 @@ def test_positions_that_8_bits_cannot_multiply_are_refused_before_anything_is_re
     """The gradient of a weight is a product over all positions of a micro-batch; a search may end at a single row."""
     from acc_lm.config.loading import load_config
     from acc_lm.runtime import check_run
-    from acc_lm.runtime.fp8 import check_rows
+    from acc_lm.runtime.settings.fp8 import check_rows
 
     def recipe(length: int, *more: str) -> Config:
         fixed = ["training.mixed_precision=fp8", "training.micro_batch_size=2", f"data.sequence_length={length}"]
@@ -361,7 +361,7 @@ def test_a_model_without_a_layer_for_fp8_is_refused() -> None:
     """GPT-2 has products of its own, which no library replaces; small layers are left out too."""
     from test_fast_path import RECIPES, make, small
 
-    from acc_lm.runtime.fp8 import check_layers
+    from acc_lm.runtime.settings.fp8 import check_layers
 
     for name in ("pretrain_gpt2-124m_fineweb-edu", "quickstart"):
         file = next(file for file in RECIPES if file.stem == name)
@@ -383,9 +383,9 @@ def test_fp8_trains_beside_bf16(config: str, num_processes: int, usual: dict[str
     def run() -> tuple[Curve, set[str]]:
         from torchao.float8 import Float8LinearConfig
 
-        from acc_lm.runtime import launch
+        from acc_lm.runtime.launch import refusals
 
-        launch._checked_precision = lambda *_: "fp8"
+        refusals.checked_precision = lambda *_: "fp8"
         original = Float8LinearConfig.from_recipe_name
         Float8LinearConfig.from_recipe_name = staticmethod(lambda name: replace(original(name), emulate=True))
         names: set[str] = set()

@@ -1,6 +1,6 @@
 """Beside HF Trainer and TRL: the same model, rows, optimizer and schedule through theirs; targets of the same conversations.
 
-Where they part, docs/coming_from.md says which is right and why.
+Where they part, docs/guides/coming_from.md says which is right and why.
 """
 
 from __future__ import annotations

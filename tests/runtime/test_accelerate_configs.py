@@ -18,8 +18,8 @@ from processes import ROOT, launcher_environment
 from ruamel.yaml import YAML
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime import config_file
-from acc_lm.runtime.config_file import (
+from acc_lm.runtime.settings import config_file
+from acc_lm.runtime.settings.config_file import (
     check_config_file,
     known_keys,
     launch_with,
@@ -351,7 +351,7 @@ def test_without_a_launch_by_accelerate_there_is_no_file(monkeypatch: pytest.Mon
 def test_the_file_of_a_real_launch_is_found(tmp_path: Path) -> None:
     """Named on the command line in either spelling, or Accelerate's default; the script's own arguments are not the launch's."""
     script = tmp_path / "script.py"
-    script.write_text("from acc_lm.runtime.config_file import config_file\nprint('found', config_file())\n")
+    script.write_text("from acc_lm.runtime.settings.config_file import config_file\nprint('found', config_file())\n")
     text = "distributed_type: 'NO'\nnum_processes: 1\n"
     default = tmp_path / "home" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)

@@ -12,8 +12,9 @@ from processes import ROOT, launcher_environment, run_training
 
 from acc_lm.cli import main
 from acc_lm.errors import MachineError
-from acc_lm.runtime import doctor, extensions
-from acc_lm.runtime.config_file import read_config
+from acc_lm.runtime.launch import doctor
+from acc_lm.runtime.settings import extensions
+from acc_lm.runtime.settings.config_file import read_config
 
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 ANSWERS = sorted((ROOT / "tests/support/accelerate_config_answers").glob("*.yaml"))

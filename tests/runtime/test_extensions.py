@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime import extensions
+from acc_lm.runtime.settings import extensions
 
 
 @pytest.fixture

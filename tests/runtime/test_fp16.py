@@ -32,7 +32,7 @@ def train_in_fp16(
 
         import acc_lm.training
         import train
-        from acc_lm.runtime import launch
+        from acc_lm.runtime.launch import refusals
 
         start, one_step = accelerate.Accelerator.__init__, acc_lm.training.train_step
 
@@ -58,7 +58,7 @@ def train_in_fp16(
             return result
 
         accelerate.Accelerator.__init__, acc_lm.training.train_step = init, train_step  # type: ignore[assignment]
-        launch._checked_precision = lambda *_, **__: "fp16"
+        refusals.checked_precision = lambda *_, **__: "fp16"
         return train.main([*arguments, "training.mixed_precision=fp16"])
 
     return Launch(run, num_processes).wait(120)

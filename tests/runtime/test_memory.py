@@ -98,7 +98,7 @@ def test_memory_that_runs_out_in_the_middle_is_exit_code_9_and_one_line(
 
 def test_the_ladder_goes_from_cheap_to_dear() -> None:
     """Each rung taken, the next one is named."""
-    from acc_lm.runtime.memory import next_rung
+    from acc_lm.runtime.monitoring.memory import next_rung
 
     said = []
     for micro, checkpointing, sharded, precision in (

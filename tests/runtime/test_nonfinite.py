@@ -79,7 +79,7 @@ def test_a_resumed_run_goes_on_counting(tiny: list[str], tmp_path: Path) -> None
 
 def test_a_device_whose_fused_optimizer_does_not_listen_skips_bad_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As MPS, whose kernel takes `found_inf` and does not look at it."""
-    from acc_lm.runtime import gradients
+    from acc_lm.runtime.engines import gradients
 
     class Deaf(torch.optim.AdamW):
         def step(self, closure: Any = None) -> None:

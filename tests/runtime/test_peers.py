@@ -117,7 +117,7 @@ def test_reading_and_writing_a_whole_model_may_take_longer_than_the_timeout(tiny
 
 def stand_still() -> None:
     """A collective that waits for a process for good, and tells nobody."""
-    from acc_lm.runtime import peers
+    from acc_lm.runtime.monitoring import peers
 
     peers.end_of_work = lambda device: SimpleNamespace(query=lambda: False)  # nor does the device get any further
     while True:
@@ -125,7 +125,7 @@ def stand_still() -> None:
 
 
 def without_raising(device_works: bool = True) -> None:
-    from acc_lm.runtime import peers
+    from acc_lm.runtime.monitoring import peers
 
     peers.collectives_raise = lambda: False
     peers.LOOK_SECONDS, peers.WATCH_SECONDS, peers.BEAT_SECONDS = 0.5, 0.1, 0.2
@@ -179,7 +179,7 @@ def test_only_the_death_of_a_process_that_was_in_sight_is_seen(
 ) -> None:
     """Two containers may have one host name, and neither sees the processes of the other."""
     from acc_lm.config.loading import load_config
-    from acc_lm.runtime import peers
+    from acc_lm.runtime.monitoring import peers
 
     other = subprocess.Popen(["sleep", "60"])
     started = psutil.Process(other.pid).create_time() if is_in_sight else 0.0
@@ -214,7 +214,7 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path:
     """Two machines are made up; process 1 is stopped, which process 0 cannot see on another machine."""
 
     def sabotage(rank: int) -> None:
-        from acc_lm.runtime import peers
+        from acc_lm.runtime.monitoring import peers
 
         without_raising()
         peers.SILENT_SECONDS = 1.5
@@ -239,7 +239,7 @@ def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny
     def sabotage(rank: int) -> None:
         from acc_lm import runtime
         from acc_lm.errors import DivergedError
-        from acc_lm.runtime.peers import Peers
+        from acc_lm.runtime.monitoring.peers import Peers
 
         def diverge() -> None:
             raise DivergedError("it went up")
@@ -292,7 +292,7 @@ def test_processes_with_other_code_or_text_refuse_before_the_first_step(tiny: li
             if rank == 0:
                 return
             if what == "code":
-                from acc_lm.runtime import peers
+                from acc_lm.runtime.monitoring import peers
 
                 peers._code_digest = lambda: "another"
             else:

@@ -276,7 +276,7 @@ def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyP
     from acc_lm.launcher import is_main_process
     from acc_lm.run_files.output_dir import open_output_dir
     from acc_lm.run_files.summary import write_failure
-    from acc_lm.runtime.launch import read_launch
+    from acc_lm.runtime.launch.request import read_launch
 
     def read(**variables: str) -> tuple[str, int]:
         for name in list(os.environ):
@@ -320,22 +320,22 @@ def test_a_job_of_one_worker_trains(tiny: list[str], tmp_path: Path) -> None:
 
 
 def test_the_only_process_of_torchrun_is_wrapped_on_a_cpu_and_not_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.runtime.identity import _live_strategy
-    from acc_lm.runtime.strategy import asked_strategy
+    from acc_lm.runtime.engines.identity import _live_strategy
+    from acc_lm.runtime.settings.strategy import requested_strategy
 
     for name, value in torchrun_variables(0, 1, 1234).items():
         monkeypatch.setenv(name, value)
-    assert asked_strategy() == "ddp"
+    assert requested_strategy() == "ddp"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert asked_strategy() == _live_strategy(torch.nn.Linear(1, 1), 1) == "single"
+    assert requested_strategy() == _live_strategy(torch.nn.Linear(1, 1), 1) == "single"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert asked_strategy() == "ddp"
+    assert requested_strategy() == "ddp"
 
 
 def test_fp16_with_offloaded_parameters_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from acc_lm.errors import MachineError
-    from acc_lm.runtime.doctor import check_config
+    from acc_lm.runtime.launch.doctor import check_config
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -358,20 +358,20 @@ def test_gloo_that_finds_no_way_names_the_variable_to_set() -> None:
 def test_what_a_gpu_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusals that no CPU machine can meet, asked with what such a machine would answer."""
     from acc_lm.errors import MachineError
-    from acc_lm.runtime.launch import _checked_precision, _refuse_missing_devices
+    from acc_lm.runtime.launch.refusals import checked_precision, refuse_missing_devices
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(MachineError, match="must be fp16 or no on Old GPU, got bf16, which it does not have"):
-        _checked_precision("bf16", has_accelerator=True)
+        checked_precision("bf16", has_accelerator=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(
         MachineError, match="not start more processes than this machine has GPUs, got 3 for 2; use --num_processes 2"
     ):
-        _refuse_missing_devices(has_accelerator=True)
-    _refuse_missing_devices(has_accelerator=False)  # CPU processes may be more than there are GPUs
+        refuse_missing_devices(has_accelerator=True)
+    refuse_missing_devices(has_accelerator=False)  # CPU processes may be more than there are GPUs
 
 
 def test_what_the_launch_says_and_the_recipe_overrules_is_a_note(tiny: list[str], tmp_path: Path) -> None:
@@ -591,9 +591,9 @@ def test_compiling_through_the_launch_changes_names_nowhere(tiny: list[str], tmp
 
 
 def test_a_python_without_docstrings_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    import acc_lm.runtime.launch
+    import acc_lm.runtime.launch.accelerator
     from acc_lm.runtime import quiet_libraries
 
-    monkeypatch.setattr(acc_lm.runtime.launch, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    monkeypatch.setattr(acc_lm.runtime.launch.accelerator, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     with pytest.raises(MachineError, match="python must run with docstrings, which transformers reads, got -OO"):
         quiet_libraries()

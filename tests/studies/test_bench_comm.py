@@ -179,7 +179,7 @@ def test_a_copy_for_data_parallel_computes_with_its_own_weights(tiny_recipe: Pat
     from acc_lm.config import ModelConfig, TokenizerConfig
     from acc_lm.config.loading import load_config
     from acc_lm.modeling.build import build_model
-    from acc_lm.runtime.communication import _Replicable
+    from acc_lm.runtime.monitoring.bandwidth import _Replicable
     from acc_lm.text.tokenizer import make_tokenizer
 
     config: ModelConfig = load_config(tiny_recipe).model

@@ -91,7 +91,7 @@ def test_a_counter_sees_what_each_kind_hands_over_and_in_which_group() -> None:
     def run() -> Any:
         import torch.distributed as dist
 
-        from acc_lm.runtime import Traffic, summary
+        from acc_lm.runtime import Traffic, summarize_traffic
 
         dist.init_process_group("gloo")
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -103,7 +103,7 @@ def test_a_counter_sees_what_each_kind_hands_over_and_in_which_group() -> None:
             dist.broadcast(torch.zeros(10, dtype=torch.bfloat16), 0)
             dist.barrier()
         dist.all_reduce(torch.zeros(9))  # after it
-        return summary(traffic.calls), [call.dtype for call in traffic.calls]
+        return summarize_traffic(traffic.calls), [call.dtype for call in traffic.calls]
 
     found, dtypes = run_everywhere(run, 4)[3]
     assert found == {
@@ -322,10 +322,10 @@ def test_the_serial_share_is_karp_and_flatts() -> None:
 
 
 def test_a_speed_up_that_the_cores_cannot_give_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.studies.scaling import Row, doubts
+    from acc_lm.studies.scaling import ScalingRow, doubts
 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    rows = [Row("weak", count, 8, speed_up=speed_up) for count, speed_up in ((1, 1.0), (2, 2.05), (4, 2.4))]
+    rows = [ScalingRow("weak", count, 8, speed_up=speed_up) for count, speed_up in ((1, 1.0), (2, 2.05), (4, 2.4))]
     (said,) = doubts(rows, 1, load=0.5)
     assert said.startswith(
         "weak scaling to 4 processes was 2.40 times as fast, and 2 cores allow 2: others used them meanwhile"

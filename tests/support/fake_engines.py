@@ -30,7 +30,7 @@ def main(recipe: dict[str, Any]) -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import acc_lm.runtime.launch
+    import acc_lm.runtime.launch.accelerator
     from acc_lm import runtime
     from acc_lm.config import Config
     from acc_lm.modeling.build import build_model
@@ -66,7 +66,9 @@ def main(recipe: dict[str, Any]) -> None:
     changes = gpu | {
         dist: {"init_process_group": init_process_group, "is_nccl_available": lambda: True},
         torch.nn.parallel: {"DistributedDataParallel": DistributedDataParallel},
-        acc_lm.runtime.launch: {"build_extensions": lambda **_: None},  # nor would any test find its own any more
+        acc_lm.runtime.launch.accelerator: {
+            "build_extensions": lambda **_: None
+        },  # nor would any test find its own any more
         deepspeed: {"initialize": initialize},
         deepspeed.zero: {"Init": lambda **options: seen.update(partition=options["config_dict_or_path"])},
         torch.nn.Module: {"to": lambda module, *_, **__: module},

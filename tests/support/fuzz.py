@@ -194,7 +194,7 @@ def runs(draw: st.DrawFn) -> list[str]:
 
 
 def run_recipe(changes: list[str]) -> str:
-    """Training ends with a code of docs/files.md, and without a traceback."""
+    """Training ends with a code of docs/reference/files.md, and without a traceback."""
     with tempfile.TemporaryDirectory(prefix="acc-lm-fuzz-") as folder:
         arguments = ["--config", str(tiny_recipe()), f"output_dir={folder}/run", *changes]
         finished = run_training(arguments, expect=None, environment={"WANDB_MODE": "offline"})

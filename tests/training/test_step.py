@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_everywhere
 
-from acc_lm.runtime.gradients import gradient_norms
+from acc_lm.runtime.engines.gradients import gradient_norms
 
 GLOBAL_BATCH, LENGTH, STEPS, NUM_ROWS = 12, 16, 20, 60
 SPLITS = {"1 x 12 x 1": (1, 12), "1 x 3 x 4": (1, 3), "2 x 3 x 2": (2, 3), "3 x 4 x 1": (3, 4)}
@@ -276,7 +276,7 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
                 return original(self, *arguments)
 
             setattr(torch.Tensor, name, trap)
-        with StopRequest(Path("nowhere"), 60).listening() as stop_request, stop_request.saving(accelerator):
+        with StopRequest(Path("nowhere"), 60).listening() as stop_request, stop_request.saving(None):
             for step in range(1, 4):
                 batches = [rows.__getitems__(list(range(6))), rows.__getitems__(list(range(6, 12)))]
                 outcome = train_step(

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from acc_lm.cache import flush
+from acc_lm.cache import flush_file
 from acc_lm.chat.items import ItemCounts, build_items
 from acc_lm.chat.records import (
     COLUMNS,
     Conversation,
-    Format,
     TrainOn,
     check_unicode,
     choose_train_on,
@@ -29,7 +28,7 @@ from acc_lm.chat.records import (
     read_conversation,
 )
 from acc_lm.chat.template import ChatTemplate, load_template, read_template, reads_clock
-from acc_lm.config import DataConfig
+from acc_lm.config import DataConfig, Format
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.text.corpus import columns_of
 from acc_lm.text.documents import Document, Skipped
@@ -37,7 +36,7 @@ from acc_lm.text.documents import Document, Skipped
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = "items-2"  # part of every cache key: raise it when the reading or writing of records changes
+ITEMS_FORMAT = "items-2"  # part of every cache key: raise it when the reading or writing of records changes
 BESIDE = ("conversations", "system", "tools", "input", "history")
 """Optional columns of a record, kept in addition to the required columns of its format."""
 
@@ -64,7 +63,7 @@ class ChatPlan:
         elif self.template_file is not None:
             texts = (read_template(self.template_file),)
         day = self.day if any(reads_clock(text or "") for text in texts) else None
-        return (FORMAT, self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
+        return (ITEMS_FORMAT, self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
 
     def read(self, record: Any, place: str, skipped: Skipped) -> str | None:
         """The relevant columns of a record, as JSON; None if it is invalid and the recipe tolerates that."""
@@ -159,12 +158,12 @@ def write_items(
                     bytes_file.write(bytes_of_targets(item.ids, targets[-1], tokenizer).tobytes())
             progress(len(document.text.encode()))
         for file in (ids_file, bytes_file):
-            flush(file)
+            flush_file(file)
     bits = np.packbits(np.concatenate(targets) if targets else np.zeros(0, dtype=bool), bitorder="little")
     for name, array in ((f"{split}_targets.bin", bits), (f"{split}_offsets.bin", np.asarray(offsets, dtype=np.int64))):
         with (folder / name).open("wb") as file:
             file.write(array.tobytes())
-            flush(file)
+            flush_file(file)
     return counts
 
 

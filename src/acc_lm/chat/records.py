@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from acc_lm.config import Format
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.text.documents import is_unicode, kind_of
 
-Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt"]
 TrainOn = Literal["assistant", "last_assistant", "all", "completion"]
 Message = dict[str, Any]
 """A record's message without empty keys: role, content, and all else a template reads (tool_calls, name, ...)."""

@@ -39,7 +39,7 @@ NEEDED = (
     "loss_scaler",
 )
 """Keys of `STATE` that a resumed run needs; a checkpoint that lacks one is not usable."""
-NAME = re.compile(r"step-(\d{8,})")
+FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,11 @@ def free_name(path: Path) -> Path:
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     if not root.is_dir():
         return []
-    return [(int(match[1]), path) for path in root.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
+    return [
+        (int(match[1]), path)
+        for path in root.iterdir()
+        if (match := FOLDER_NAME.fullmatch(path.name)) and path.is_dir()
+    ]
 
 
 def newest_step(output_dir: Path) -> int:
@@ -264,7 +268,7 @@ def set_aside(output_dir: Path, found: Found) -> list[Path]:
         shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
     left = [folder for step, folder in step_folders(root) if step > after_step]
     if {*left} - {folder for folder, _ in found.damaged}:
-        for file in (output_dir / metrics_file.FILE, output_dir / metrics_file.SAMPLES):
+        for file in (output_dir / metrics_file.METRICS_FILE, output_dir / metrics_file.SAMPLES):
             if file.is_file():
                 shutil.copyfile(file, free_name(file))
     for folder in left:

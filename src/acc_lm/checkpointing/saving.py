@@ -7,11 +7,9 @@ thread of each process does the rest, and the threads communicate over a process
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,8 +19,9 @@ from acc_lm.checkpointing.format import Found
 from acc_lm.checkpointing.rotation import is_among_best
 from acc_lm.checkpointing.writing import Snapshot, state_of, take_snapshot, write_checkpoint
 from acc_lm.config import Config
+from acc_lm.launcher import is_torchrun, shutdown_seconds
 from acc_lm.progress import Progress
-from acc_lm.runtime import gather_objects
+from acc_lm.runtime import cpu_group, gather_objects
 from acc_lm.stop import FAILED_SAVE, StopRequest
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 WORTH_A_SHARE, WORTH_SECONDS = 0.2, 2.0
 """Warn when saving blocks training for more than this share of the time since the last save, and a save takes this many
 seconds."""
-LAUNCHER_SECONDS = 30.0
-"""Seconds that torch's launcher gives its processes after a SIGTERM, unless $TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set."""
 LAST_SECONDS = 60.0
 """Seconds that a run which ends with an error waits for a save in progress."""
 
@@ -74,12 +71,9 @@ class Saver:
         """Seconds for which saving has blocked training so far."""
         self._last = time.monotonic()
         self._warned = False
-        self._group: Any = None
-        if config.checkpoint.asynchronous and accelerator.num_processes > 1:
-            import torch.distributed as dist
-
-            limit = timedelta(seconds=config.distributed.timeout_seconds)
-            self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._group = None
+        if config.checkpoint.asynchronous:
+            self._group = cpu_group(accelerator, config.distributed.timeout_seconds, shared=False)
 
     def __enter__(self) -> Self:
         return self
@@ -191,8 +185,8 @@ class Saver:
         self._held_before, self._last = self.seconds_held, now
         if self._warned or seconds < WORTH_SECONDS:
             return
-        grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_SECONDS))
-        if "TORCHELASTIC_RUN_ID" in os.environ and seconds > grace / 2:
+        grace = shutdown_seconds()
+        if is_torchrun() and seconds > grace / 2:
             self._warned = True
             self._news.append(
                 f"warning: a save takes {seconds:.0f} s, and the launcher ends its processes {grace:.0f} s after a SIGTERM; "

@@ -91,7 +91,7 @@ def run(known: argparse.Namespace) -> int:
             raise ConfigError(
                 f"command line: must be an option or section.key=value, got {word!r}; data is given as --data {word}"
             )
-    return evaluate(
+    return evaluate_model(
         Request(
             known.model,
             tuple(known.data),
@@ -125,7 +125,7 @@ class Request:
     overrides: tuple[str, ...] = ()
 
 
-def evaluate(request: Request) -> int:
+def evaluate_model(request: Request) -> int:
     """Score a text with a model, on every process of the launch; returns the exit code."""
     from acc_lm.runtime import explain
 
@@ -454,11 +454,11 @@ def _answers(
     request: Request, config: Config, accelerator: Accelerator, tokenizer: Any, text: ScoredText, bar: Any
 ) -> tuple[list[Prompt], list[str | None]]:
     """Prompts, and the answers of the model as transformers loads it, in full on every process."""
-    from acc_lm.evaluation.completions import complete, prompts_of
+    from acc_lm.evaluation.completions import complete, scored_prompts
     from acc_lm.export.exported import load_exported
     from acc_lm.modeling.build import DTYPES
 
-    prompts = prompts_of(text, tokenizer)
+    prompts = scored_prompts(text, tokenizer)
     model = load_exported(
         Path(str(config.model.name_or_path)), config.model.trust_remote_code, revision=config.model.revision
     )

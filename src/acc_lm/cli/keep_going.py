@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import os
@@ -18,15 +17,15 @@ from typing import Any
 from acc_lm.cli.train import parse_train_arguments
 from acc_lm.config import Mode
 from acc_lm.errors import ConfigError, CrashLoopError, MachineError
+from acc_lm.launcher import adopt_orphans, request_death_signal
 from acc_lm.run_files.metrics_file import newest_checkpoint
 from acc_lm.run_files.output_dir import check_not_in_use, check_output_dir, when_taken
-from acc_lm.run_files.summary import FILE, write_failure
+from acc_lm.run_files.summary import SUMMARY_FILE, write_failure
 from acc_lm.stop import SIGNALS
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no word"}
 STOPPED_BY_A_PERSON = "the file STOP"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,15 +160,8 @@ def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start the command in a session of its own, so that a Ctrl-C reaches it only once, through this process."""
-    if sys.platform != "linux":
-        return _popen(command, None)
-    libc = ctypes.CDLL(None)
-    # Processes that outlive their launcher still save; they become children of this process, so that it can wait for them.
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    return _popen(command, lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM))
-
-
-def _popen(command: Sequence[str], before: Any) -> subprocess.Popen[bytes]:
+    adopt_orphans()  # processes that outlive their launcher still save, and this one waits for them
+    before = request_death_signal(signal.SIGTERM)
     try:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=before)
     except OSError as error:
@@ -210,7 +202,7 @@ def _no_run(code: int, output_dir: Path) -> MachineError:
 
 def _summary(output_dir: Path) -> dict[str, Any]:
     try:
-        summary: dict[str, Any] = json.loads((output_dir / FILE).read_text())
+        summary: dict[str, Any] = json.loads((output_dir / SUMMARY_FILE).read_text())
         return summary
     except (OSError, ValueError):
         return {}

@@ -7,7 +7,7 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "format", choices=("schema", "markdown"), help="schema: recipes/schema.json; markdown: docs/recipe.md"
+        "format", choices=("schema", "markdown"), help="schema: recipes/schema.json; markdown: docs/reference/recipe.md"
     )
 
 

@@ -7,10 +7,10 @@ training     sections `training`, `optimizer` and `schedule`
 fields       types of the fields, with the errors that they raise
 loading      YAML and overrides -> Config
 messages     one error line per problem: place, expected value, the key that was meant
-reference    --help, docs/recipe.md and the JSON schema, generated from the fields
+reference    --help, docs/reference/recipe.md and the JSON schema, generated from the fields
 """
 
-from acc_lm.config.data import DataConfig, SourceConfig
+from acc_lm.config.data import DataConfig, Format, SourceConfig
 from acc_lm.config.fields import EVALUATION_METRICS, Section, nearest_multiples
 from acc_lm.config.model import AdapterConfig, ModelConfig, TokenizerConfig
 from acc_lm.config.recipe import (
@@ -32,6 +32,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DistributedConfig",
+    "Format",
     "Mode",
     "ModelConfig",
     "OptimizerConfig",

@@ -137,7 +137,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle the rows anew in every epoch; false: keep the order of the text in every epoch."""
     streaming: bool = False
-    """Read and tokenise the text while the model trains on it, for text that does not fit on a disk; see docs/data.md."""
+    """Read and tokenise the text while the model trains on it, for text that does not fit on a disk; see docs/guides/data.md."""
     num_streams: PositiveInt = 8
     """Number of streams that the shards (files, or those of the dataset) are dealt out to; must be a multiple of the number of processes."""
     shuffle_buffer: Annotated[int, Field(ge=2)] | None = None

@@ -1,6 +1,6 @@
 """Every key of a recipe with its type, range, default and unit, defined once.
 
-`--help`, `docs/recipe.md`, `recipes/schema.json` and all validation are generated from these classes.
+`--help`, `docs/reference/recipe.md`, `recipes/schema.json` and all validation are generated from these classes.
 """
 
 from __future__ import annotations

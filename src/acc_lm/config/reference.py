@@ -1,4 +1,4 @@
-"""Reference of all keys, generated from the fields: --help, docs/recipe.md, recipes/schema.json."""
+"""Reference of all keys, generated from the fields: --help, docs/reference/recipe.md, recipes/schema.json."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def help_text() -> str:
 
 
 def markdown() -> str:
-    """`docs/recipe.md`: the reference of every key."""
+    """`docs/reference/recipe.md`: the reference of every key."""
     out = [
         "# The recipe, key by key",
         "",

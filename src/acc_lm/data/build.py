@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from acc_lm.cache import cache_folder, make_once, write_facts
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.data.dataset import FORMAT, FORMER, Data, DataFacts, tokenizer_key
+from acc_lm.data.dataset import FORMER, ROWS_FORMAT, Data, DataFacts, tokenizer_key
 from acc_lm.data.mixtures import build_mixture, config_of_source, naming_source
 from acc_lm.data.one_source import build_source, facts_in, has_former_ids, open_text, with_sets, write_text
 from acc_lm.errors import ConfigError, DataError
@@ -101,7 +101,9 @@ def _build_stream(
         tokenizer = make_tokenizer(tokenizer_config, ())
     made_by = tokenizer_key(tokenizer)
     corpus = open_corpus(_held_out_of(config), seed)
-    held_out_key = hash_text(repr((FORMAT, "held out", corpus.key, made_by, config.text_column, config.skip_bad_rows)))
+    held_out_key = hash_text(
+        repr((ROWS_FORMAT, "held out", corpus.key, made_by, config.text_column, config.skip_bad_rows))
+    )
 
     def build(work: Path) -> None:
         sizes: list[int] = []
@@ -134,7 +136,7 @@ def _build_stream(
         open_text(folder, id_dtype(facts.vocab_size), config.sequence_length, end),
         tokenizer,
         replace(facts, source={"streams": about}),
-        key_of(FORMAT, shards.key + corpus.key),
+        key_of(ROWS_FORMAT, shards.key + corpus.key),
     )
     if shards.former_key is not None and has_former_ids(data, None):
         data = replace(data, former_key=key_of(FORMER, shards.former_key))

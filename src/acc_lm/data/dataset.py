@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = "rows-2"  # part of every cache key: raise it when the files or their meaning change
+ROWS_FORMAT = "rows-2"  # part of every cache key: raise it when the files or their meaning change
 FORMER = "rows-1"  # earlier format, under which a checkpoint may know the same rows
 
 
@@ -194,7 +194,7 @@ class Data:
 
 def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
     """Hash of the documents and of the settings that decide which of them are held out."""
-    parts = (FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
+    parts = (ROWS_FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
     return hash_text(repr((*parts, plan.format if plan else "text")))
 
 

@@ -15,7 +15,7 @@ from acc_lm.cache import cache_folder, make_once, write_facts
 from acc_lm.chat import conversations
 from acc_lm.chat.conversations import ChatPlan, plan_of
 from acc_lm.config import DataConfig, SourceConfig, TokenizerConfig
-from acc_lm.data.dataset import FORMAT, Data, DataFacts, Mixture, SetFacts
+from acc_lm.data.dataset import ROWS_FORMAT, Data, DataFacts, Mixture, SetFacts
 from acc_lm.data.one_source import build_source, with_sets
 from acc_lm.errors import DataError, UserError
 from acc_lm.rows.mixture import MixedRows, shares
@@ -120,10 +120,10 @@ def _shared_tokenizer(
     """Tokenizer built from the training text of every source, each used once, whatever its share."""
     corpora = [open_corpus(part, seed, plan.read if plan else None) for part, plan in zip(configs, plans, strict=True)]
     columns = [
-        (part.text_column, f"{plan.format} {conversations.FORMAT}" if plan else "text")
+        (part.text_column, f"{plan.format} {conversations.ITEMS_FORMAT}" if plan else "text")
         for part, plan in zip(configs, plans, strict=True)
     ]
-    parts = (FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)
+    parts = (ROWS_FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)
     key = hash_text(repr((parts, tokenizer_config.model_dump_json(), config.skip_bad_rows)))
 
     def texts() -> Iterator[str]:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from acc_lm.cache import cache_folder, flush, make_once, read_facts, write_facts
+from acc_lm.cache import cache_folder, flush_file, make_once, read_facts, write_facts
 from acc_lm.chat.conversations import ChatPlan, plan_of, template_of, write_items
 from acc_lm.chat.items import ItemCounts, check, describe
 from acc_lm.chat.template import DAY
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.data.dataset import FORMAT, FORMER, Data, DataFacts, SetFacts, text_key, tokenizer_key
+from acc_lm.data.dataset import FORMER, ROWS_FORMAT, Data, DataFacts, SetFacts, text_key, tokenizer_key
 from acc_lm.errors import DataError
 from acc_lm.rows.packing import PackedRows, open_rows
 from acc_lm.rows.text_rows import Rows
@@ -68,7 +68,7 @@ def build_source(
         how(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
         corpus.check()
 
-    key = key_of(FORMAT, corpus.key)
+    key = key_of(ROWS_FORMAT, corpus.key)
 
     data = _load(
         make_once(cache_folder(config.cache_dir), key, build, is_main_process),
@@ -160,7 +160,7 @@ def _open_set(
     files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}")
     read = plan.read if plan else text_in(config.text_column)
     files_key, _ = content_keys(files, config.text_column)
-    parts = (FORMAT, "set", files_key, tokenizer_key(tokenizer), config.skip_bad_rows)
+    parts = (ROWS_FORMAT, "set", files_key, tokenizer_key(tokenizer), config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 
     def build(work: Path) -> None:
@@ -300,7 +300,7 @@ def write_text(
             progress(num_bytes)
         for file in (ids_file, bytes_file):
             if file:
-                flush(file)
+                flush_file(file)
     return num_tokens
 
 

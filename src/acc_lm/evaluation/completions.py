@@ -35,7 +35,7 @@ class Prompt:
     """Ids of the tokens that end an answer."""
 
 
-def prompts_of(text: ScoredText, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def scored_prompts(text: ScoredText, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Prompt of each conversation: the ids before its last answer, exactly as they precede it in training."""
     assert text.plan is not None
     template = template_of(text.plan, tokenizer)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-PAUSE = 8
+PAUSE_BATCHES = 8
 """Number of batches between two calls of `between`."""
 
 
@@ -170,7 +170,7 @@ def evaluate_rows(
             sums[0] += nll
             sums[1] += num_targets
             sums[2] += num_correct
-            if number % PAUSE == 0:
+            if number % PAUSE_BATCHES == 0:
                 between()
     sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
     nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()

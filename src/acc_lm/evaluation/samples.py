@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from acc_lm.data import Data
 
-PAUSE = 8
+PAUSE_TOKENS = 8
 """Number of tokens between two calls of `between`."""
 
 
@@ -48,7 +48,7 @@ def write_samples(
     num_tokens = config.tracking.sample_tokens
     if not num_tokens:
         return {}
-    prompts = [ids[num_tokens - config.data.sequence_length :] for ids in prompts_of(data, config)]
+    prompts = [ids[num_tokens - config.data.sequence_length :] for ids in sample_prompts(data, config)]
     size = config.training.micro_batch_size
     answers: list[list[int]] = []
     with evaluating(model):
@@ -64,7 +64,7 @@ def write_samples(
     return {"samples": samples}
 
 
-def prompts_of(data: Data, config: Config) -> list[list[int]]:
+def sample_prompts(data: Data, config: Config) -> list[list[int]]:
     """Ids of the prompts: held-out text if the recipe has none; with roles, a user's turn in the chat template."""
     tokenizer: Any = data.tokenizer
     if not config.tracking.sample_prompts:
@@ -110,7 +110,7 @@ def _continue(
     ends = torch.tensor([len(prompt) for prompt in prompts], device=accelerator.device)
     for number in range(num_tokens):
         batch["input_ids"][rows, ends + number] = model(**batch, last=ends + number - 1)
-        if number % PAUSE == PAUSE - 1:
+        if number % PAUSE_TOKENS == PAUSE_TOKENS - 1:
             between()
     found = batch["input_ids"].tolist()
     return [row[len(prompt) : len(prompt) + num_tokens] for row, prompt in zip(found, prompts, strict=True)]

@@ -17,7 +17,7 @@ from acc_lm.config import Config
 from acc_lm.config.loading import dump_config
 from acc_lm.data import Data, DataFacts
 from acc_lm.files import make_readable
-from acc_lm.modeling.adapter import NAME as ADAPTER
+from acc_lm.modeling.adapter import ADAPTER_NAME as ADAPTER
 from acc_lm.modeling.adapter import base_checksum, save_adapter
 from acc_lm.redaction import CONTROL
 from acc_lm.runtime import (

@@ -35,7 +35,7 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 BASE = "base.json"
 """File with the checksum and dtype of the base's weights; separate, as peft drops settings that it does not know."""
 ALL = "all-linear"
-NAME = "default"
+ADAPTER_NAME = "default"
 """peft's default name of an adapter, part of the names of the adapter's parameters."""
 
 
@@ -214,7 +214,7 @@ def save_adapter(
 
 def _name_in_file(name: str) -> str:
     """model.x.lora_A.default.weight -> base_model.model.model.x.lora_A.weight"""
-    stem, _, last = name.rpartition(f".{NAME}.")
+    stem, _, last = name.rpartition(f".{ADAPTER_NAME}.")
     return f"base_model.model.{stem}" if stem.endswith("lora_magnitude_vector") else f"base_model.model.{stem}.{last}"
 
 

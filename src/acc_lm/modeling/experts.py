@@ -14,7 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "grouped_mm_in_autocast"
+IMPLEMENTATION = "grouped_mm_in_autocast"
 
 
 def use_autocast(model: PreTrainedModel) -> None:
@@ -23,13 +23,13 @@ def use_autocast(model: PreTrainedModel) -> None:
 
     if getattr(model.config.get_text_config(), "_experts_implementation", None) != "grouped_mm":
         return
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
     experts = [
         p for module in model.modules() if hasattr(module, "down_proj") for p in module.parameters(recurse=False)
     ]
     # The grouped product requires rows of a multiple of 16 bytes: 8 numbers of 16 bits.
     fits = all(size % 8 == 0 for p in experts if p.dim() == 3 for size in p.shape[1:])
-    model.set_experts_implementation(NAME if fits else "eager")
+    model.set_experts_implementation(IMPLEMENTATION if fits else "eager")
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

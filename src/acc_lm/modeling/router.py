@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-ADVICE = "set model.router_loss=off to train without a load-balancing loss"
+ROUTER_ADVICE = "set model.router_loss=off to train without a load-balancing loss"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def find_router(model: PreTrainedModel, setting: str) -> Router | None:
             if not router_logits and _has_routers(model):
                 raise ConfigError(
                     f"model.router_loss must be off where transformers hands out no router logits, got {setting} for a model of type "
-                    f"{model.config.model_type}, which has routers; {ADVICE}"
+                    f"{model.config.model_type}, which has routers; {ROUTER_ADVICE}"
                 )
             if not router_logits:
                 return None
@@ -218,7 +218,7 @@ def find_router(model: PreTrainedModel, setting: str) -> Router | None:
     if found is None:
         raise ConfigError(
             f"model.router_loss must be off for a model of type {model.config.model_type}, got {setting}: its load-balancing "
-            f"loss is of a form that is not known to add up over the parts of a global batch; {ADVICE}"
+            f"loss is of a form that is not known to add up over the parts of a global batch; {ROUTER_ADVICE}"
         )
     if coefficient == 0:
         return None

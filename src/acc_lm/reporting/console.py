@@ -220,6 +220,6 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
     table = table or ["  none: the targets stand for no text"]
     parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))
     parts.append(
-        f"model   {final}\ncurves  {final.parent / metrics_file.PICTURE}\nsummary {final.parent / summary.FILE}"
+        f"model   {final}\ncurves  {final.parent / metrics_file.PICTURE}\nsummary {final.parent / summary.SUMMARY_FILE}"
     )
     return "\n\n".join(parts)

@@ -24,7 +24,7 @@ import torch
 
 from acc_lm.config import ProfileConfig
 from acc_lm.errors import ConfigError
-from acc_lm.reporting.trace import STEP, look_at, operators, summary
+from acc_lm.reporting.trace import STEP, look_at, operators, summarize_steps
 from acc_lm.runtime import Memory, gather_objects
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Profile:
         if problem := next((of["problem"] for of in everyone if "problem" in of), None):
             print(f"warning: there is no profile: {problem}", flush=True)
             return
-        (self._folder / SUMMARY).write_text(summary(everyone, operators(events), self._first, self._folder))
+        (self._folder / SUMMARY).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
         last = self._first + len(mine["steps"]) - 1
         print(f"profile of steps {self._first} to {last}: {self._folder / SUMMARY}", flush=True)
 

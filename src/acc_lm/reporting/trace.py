@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 STEP, DATA = "train step ", "data"
-PARTS = ("data", "compute", "communication", "waiting", "host")
+STEP_PARTS = ("data", "compute", "communication", "waiting", "host")
 COMPUTES = ("aten::", "Torch-Compiled Region", "CompiledFunction")
 """Names of events that compute on a CPU; engines, autograd and calls of collectives are not, as they wait inside."""
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -116,7 +116,7 @@ def split(everyone: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]
     Args:
         everyone: result of `look_at` for each process.
     """
-    result = [dict.fromkeys((*PARTS, "step", "hidden"), 0.0) for _ in everyone]
+    result = [dict.fromkeys((*STEP_PARTS, "step", "hidden"), 0.0) for _ in everyone]
     for of_step in zip(*everyone, strict=True):
         exposed = [one["exposed"] for one in of_step]
         if len({len(one) for one in exposed}) > 1:  # different collectives: only the sums can be compared
@@ -137,7 +137,7 @@ def split(everyone: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]
     return result
 
 
-def summary(
+def summarize_steps(
     everyone: Sequence[dict[str, Any]], operators: Sequence[tuple[str, int, float]], first: int, folder: Path
 ) -> str:
     """Text of `summary.txt`."""
@@ -147,7 +147,7 @@ def summary(
     lines = [f"Steps {first} to {first + num_steps - 1}, milliseconds per step", ""]
     lines.append(f"{'':22}{'mean':>10}{'share':>8}" + "".join(f"{f'process {i}':>12}" for i in shown))
     step = statistics.fmean(of["step"] for of in parts)
-    for name in (*PARTS, "step", "hidden"):
+    for name in (*STEP_PARTS, "step", "hidden"):
         mean = statistics.fmean(of[name] for of in parts)
         share = f"{mean / step:8.1%}" if name != "hidden" else f"{'':8}"
         cells = "".join(f"{1e3 * parts[i][name]:12.2f}" for i in shown)

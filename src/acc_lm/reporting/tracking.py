@@ -30,7 +30,7 @@ from acc_lm.run_files import metrics_file
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Row = tuple[int, dict[str, Any]]
+Entry = tuple[int, dict[str, Any]]
 """Step and its metrics; `samples` among them are rows of a table."""
 
 NETWORK_SECONDS = 3.0
@@ -46,7 +46,7 @@ class Tracking:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._chain: WandbChain | None = None

@@ -9,7 +9,6 @@ that one optimizer step takes from a stream, and the state from which the stream
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -29,18 +28,19 @@ import numpy as np
 
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError
+from acc_lm.launcher import request_death_signal
 from acc_lm.rows.order import other_permutation
 from acc_lm.text.corpus import stream_dataset
 from acc_lm.text.documents import Skipped, hash_text, text_in
 from acc_lm.text.files import find_files, read_shard, were_known
-from acc_lm.text.tokenizer import pieces_of
+from acc_lm.text.tokenizer import cut_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAUSES = (1.0, 2.0, 4.0)
 """Seconds before each retry of a shard that could not be read; after the last retry the reader gives up."""
-BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 18, 1024
+CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 1 << 18, 1024
 """Size of one encoding call, in characters and in documents: small enough that the first row is ready soon."""
 QUEUED_CHUNKS = 16
 HEADER = struct.Struct("<c6q")
@@ -190,7 +190,7 @@ class Stream:
         """Lists of a few documents each, from `start` on: (position of the first id, ids with the end token)."""
         offset = start.offset
         for batch, error in _in_batches(self._documents(start)):
-            pieces = [pieces_of(text, self._encoder) for _, text in batch]
+            pieces = [cut_text(text, self._encoder) for _, text in batch]
             encoded = iter(self._encoder.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False))
             done = []
             for (position, _), own in zip(batch, pieces, strict=True):
@@ -262,7 +262,7 @@ def _in_batches(
             return
         batch.append(document)
         characters += len(document[1])
-        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+        if characters >= CHUNK_CHARACTERS or len(batch) == CHUNK_DOCUMENTS:
             yield batch, None
             batch, characters = [], 0
 
@@ -293,9 +293,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # output of libraries must not mix with the chunks
     job = json.loads(sys.stdin.buffer.readline())
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    request_death_signal(signal.SIGKILL)()
     if os.getppid() != job["parent"]:
         return
     chunks: queue.Queue[bytes | None] = queue.Queue(job["queued_chunks"])

@@ -46,7 +46,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         self._config, self._seed = config, seed
         self._dtype = np.dtype(id_dtype(count_ids(tokenizer)))
         self._job = {"tokenizer": text_encoder(tokenizer).to_str(), "end": tokenizer.eos_token_id}
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, StreamReader] = {}
         self._states: dict[int, State] = {}
         """State of each stream after its newest chunk."""
         self._chunks: dict[int, tuple[int, np.ndarray]] = {}
@@ -106,7 +106,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             for number in range(num_readers):
                 mine = own[number::num_readers]
                 streams = {str(stream): states[stream].pack() for stream in mine}
-                reader = Reader(job | {"streams": streams}, (share, self.sequence_length + 1), self._dtype)
+                reader = StreamReader(job | {"streams": streams}, (share, self.sequence_length + 1), self._dtype)
                 self._readers |= dict.fromkeys(mine, reader)
             self._passes = max(state.position.epoch for state in states.values())
             self._states, self._chunks = states, dict.fromkeys(own, (first_row, np.zeros((0, 0))))
@@ -159,7 +159,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
         return len(rows) * self.sequence_length
 
 
-class Reader:
+class StreamReader:
     """Process that reads some streams ahead: a chunk of each, in their order, again and again.
 
     Args:

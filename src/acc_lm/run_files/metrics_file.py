@@ -11,18 +11,18 @@ from typing import Any
 
 from acc_lm.files import to_json
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PICTURE = "training_curves.png"
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
     """Append one line of plain floats, the step first; nan and infinity are written as null."""
-    with (output_dir / FILE).open("a") as file:
+    with (output_dir / METRICS_FILE).open("a") as file:
         file.write(to_json({"step": step, **metrics}) + "\n")
 
 
-def read(output_dir: Path, name: str = FILE) -> list[dict[str, Any]]:
+def read(output_dir: Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """Read all intact lines, with nan for null; lines damaged by a killed process or a power cut are skipped."""
     try:
         lines = (output_dir / name).read_text(errors="replace").splitlines()
@@ -81,7 +81,7 @@ def epochs(entries: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
 
 def keep_until(output_dir: Path, step: int) -> None:
     """Drop entries after `step`: the run resumes there and will log them again."""
-    _write(output_dir, FILE, [entry for entry in read(output_dir) if entry["step"] <= step])
+    _write(output_dir, METRICS_FILE, [entry for entry in read(output_dir) if entry["step"] <= step])
     if (output_dir / SAMPLES).exists():
         _write(output_dir, SAMPLES, [entry for entry in read(output_dir, SAMPLES) if entry["step"] <= step])
 
@@ -114,7 +114,7 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def draw(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
+def draw_curves(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
     """Draw `training_curves.png`: training loss, evaluation losses with the best evaluation marked, learning rate."""
     import matplotlib
 

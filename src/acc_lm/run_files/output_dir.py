@@ -15,12 +15,20 @@ from typing import IO
 from acc_lm.errors import ConfigError, warn_once
 from acc_lm.launcher import is_main_process
 from acc_lm.run_files import metrics_file
-from acc_lm.run_files.summary import ENVIRONMENT, FILE, read_json_file, read_summary
+from acc_lm.run_files.summary import ENVIRONMENT, SUMMARY_FILE, read_json_file, read_summary
 
 LOCK = ".lock"
 WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
 """Names that a run writes, except for the folders of checkpoints and trackers, which may be links to another disk."""
-FILES = ("config.yaml", ENVIRONMENT, metrics_file.FILE, metrics_file.SAMPLES, FILE, metrics_file.PICTURE, LOCK)
+FILES = (
+    "config.yaml",
+    ENVIRONMENT,
+    metrics_file.METRICS_FILE,
+    metrics_file.SAMPLES,
+    SUMMARY_FILE,
+    metrics_file.PICTURE,
+    LOCK,
+)
 FOLDERS = ("checkpoints", "final", "tmp-final", "tokenizer", "profile")
 
 

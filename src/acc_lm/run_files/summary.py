@@ -16,7 +16,7 @@ from acc_lm.launcher import is_main_process, process_index
 from acc_lm.redaction import redact
 from acc_lm.run_files import metrics_file
 
-FILE = "summary.json"
+SUMMARY_FILE = "summary.json"
 ENVIRONMENT = "environment.json"
 """First file that a run writes into its folder, which marks the folder as that of a run."""
 MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final")
@@ -29,7 +29,7 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
     entries = metrics_file.read(output_dir)
     _, train = metrics_file.series(entries, "train/loss")
     write_json(
-        output_dir / FILE,
+        output_dir / SUMMARY_FILE,
         {
             "status": status,
             "exit_code": exit_code,
@@ -76,7 +76,7 @@ def write_failure(
         return
     folder = Path(output_dir)
     with contextlib.suppress(Exception):  # no further error, such as a full disk, may hide the original one
-        file = folder / FILE
+        file = folder / SUMMARY_FILE
         is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
         if folder.is_dir() and not is_said:
             made = {key: value for key, value in read_summary(folder).items() if key in MADE}
@@ -99,7 +99,7 @@ def _standing(output_dir: Path) -> dict[str, Any]:
 
 def read_summary(output_dir: Path) -> dict[str, Any]:
     """Existing summary; empty when it is missing or unreadable."""
-    return read_json_file(output_dir / FILE)
+    return read_json_file(output_dir / SUMMARY_FILE)
 
 
 def read_json_file(file: Path) -> dict[str, Any]:

@@ -1,29 +1,40 @@
 """The launch and its engines: the one room that knows Accelerate's strategies by name.
 
-    config_file   settings in Accelerate's yaml that Accelerate itself would silently ignore
-    launch        environment of the launcher -> Accelerator, or an error with the reason
-    strategy      the strategy that the launch asks for, and the bare model inside its wrappers
-    fp8           requirements of fp8 matmuls, and Accelerate's arguments for them
-    fsdp          FSDP2 and HSDP: arguments for Accelerate
-    deepspeed     DeepSpeed: arguments for Accelerate, and its settings from the recipe
-    extensions    DeepSpeed's C++ extensions, built ahead of their use
-    engines       model and optimizer -> distributed over the processes by the engine that the launch asks for
-    gradients     norm and clipping of the gradients, names of the non-finite ones
-    identity      strategy, engine, placement and precision, read from the live objects
-    peers         the other processes: same code and recipe, deaths, hangs
-    pace          time spent waiting for data and for other processes, stragglers
-    exposed       stalls of computation until other processes have sent something
-    traffic       count of what a step communicates
-    communication  measurements of what the processes can exchange
-    pieces        parts of each tensor on this process, for checkpoints and exports of every engine
-    doctor        description of this machine, and whether a config can run on it
-    memory        peak memory, a micro-batch that fits, remedies when there is not enough
-    ending        clean end of the process group, causes of low-level errors
+    monitoring/   observation of a run: other processes, memory, time and traffic of its steps, and its end
+    launch/       environment of the launcher -> Accelerator, or an error with the reason
+    engines/      a model distributed over processes, its gradients, and the parts that each process holds
+    settings/     Accelerate's settings: read, corrected, completed with the keys that the recipe owns
 
+Each of these imports only from those below it.
 The other rooms see an `Accelerator` that is what the launch asked for, or an error with the reason why it is not.
 """
 
-from acc_lm.runtime.communication import (
+from acc_lm.runtime.engines.collectives import cpu_group, gather_objects, on_main
+from acc_lm.runtime.engines.gradients import Gradients
+from acc_lm.runtime.engines.identity import Identity, environment, identify
+from acc_lm.runtime.engines.prepare import (
+    check_replicas,
+    initialise_once,
+    keep_libraries,
+    prepare,
+    release_gathered,
+    warm_up,
+    whole_shapes,
+)
+from acc_lm.runtime.engines.shards import (
+    WEIGHT,
+    Piece,
+    count_updates,
+    full_precision,
+    gather_tensor,
+    pieces_of,
+    publish_weights,
+    start_state,
+)
+from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
+from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
+from acc_lm.runtime.launch.request import split_global_batch
+from acc_lm.runtime.monitoring.bandwidth import (
     BUCKETED_CONFIGS,
     COLLECTIVES,
     bus_bandwidth,
@@ -34,39 +45,14 @@ from acc_lm.runtime.communication import (
     time_collective,
     wait_for,
 )
-from acc_lm.runtime.config_file import without_launch
-from acc_lm.runtime.doctor import check_config, check_run, machine, refusal
-from acc_lm.runtime.ending import close, explain, forget, stop_watching
-from acc_lm.runtime.engines import (
-    check_replicas,
-    gather_objects,
-    initialise_once,
-    keep_libraries,
-    on_main,
-    prepare,
-    release_gathered,
-    warm_up,
-    whole_shapes,
-)
-from acc_lm.runtime.gradients import Gradients
-from acc_lm.runtime.identity import Identity, environment, identify
-from acc_lm.runtime.launch import build_accelerator, quiet_libraries, split_global_batch
-from acc_lm.runtime.memory import Memory, fit_micro_batch, peak_memory_gb
-from acc_lm.runtime.pace import Pace
-from acc_lm.runtime.peers import Peers
-from acc_lm.runtime.pieces import (
-    WEIGHT,
-    Piece,
-    count_updates,
-    full_precision,
-    gather_tensor,
-    pieces_of,
-    publish_weights,
-    start_state,
-)
-from acc_lm.runtime.strategy import bare_model, world_size
-from acc_lm.runtime.traffic import VARIABLE as COUNT_TRAFFIC
-from acc_lm.runtime.traffic import Traffic, received_over_tcp, summary
+from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
+from acc_lm.runtime.monitoring.peers import Peers
+from acc_lm.runtime.monitoring.shutdown import close, explain, forget, stop_watching
+from acc_lm.runtime.monitoring.step_timing import Pace
+from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
+from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
+from acc_lm.runtime.settings.config_file import without_launch
+from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
     "BUCKETED_CONFIGS",
@@ -88,6 +74,7 @@ __all__ = [
     "check_run",
     "close",
     "count_updates",
+    "cpu_group",
     "data_parallel",
     "environment",
     "explain",
@@ -96,6 +83,7 @@ __all__ = [
     "full_precision",
     "gather_objects",
     "gather_tensor",
+    "has_accelerator",
     "identify",
     "initialise_once",
     "keep_gradients_home",
@@ -115,7 +103,7 @@ __all__ = [
     "split_global_batch",
     "start_state",
     "stop_watching",
-    "summary",
+    "summarize_traffic",
     "time_collective",
     "wait_for",
     "warm_up",

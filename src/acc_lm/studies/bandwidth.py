@@ -12,14 +12,20 @@ from typing import Any
 
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError, MachineError
-from acc_lm.studies.launching import check_num_processes, launch, num_accelerators, project_folder, shared_cores
+from acc_lm.studies.launching import (
+    LAUNCH_SECONDS,
+    check_num_processes,
+    launch,
+    num_accelerators,
+    project_folder,
+    shared_cores,
+)
 from acc_lm.studies.tables import machine_line, replace_block
 
 PARTS = ("collectives", "buckets", "memory", "hooks", "accumulation", "data-parallel")
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 CPU_SIZES, GPU_SIZES = "4KiB,64KiB,1MiB,16MiB", "4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
 BUCKETS = (1, 5, 25, 100)
-LAUNCH_SECONDS = 3600
 DEFAULT_RECIPE = Path("recipes/quickstart.yaml")
 PASSED_BY = (
     "All gradients in one bucket. The error is relative, of one gradient: PowerSGD's first that is compressed, and what it leaves out is "

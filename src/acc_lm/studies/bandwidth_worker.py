@@ -6,7 +6,6 @@ python -m acc_lm.studies.bandwidth_worker PLAN RESULT
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -45,7 +44,7 @@ ACCUMULATION = 8
 
 
 @dataclass
-class Case:
+class Trial:
     """A model, built and prepared as in a run."""
 
     config: Config
@@ -61,7 +60,16 @@ class Case:
     """Gradient of these rows, reduced over the processes, 1-D; the weights do not change."""
 
 
-def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulation: int = 1) -> Case:
+def _config_of(recipe: Path, overrides: Sequence[str], num_micro_batches: int) -> Config:
+    """The recipe with a global batch of this many micro-batches, and a vocabulary size that needs no tokenizer."""
+    config = load_config(recipe, overrides)
+    sizes = [f"training.global_batch_size={config.training.micro_batch_size * num_micro_batches}"]
+    if config.model.config is not None and "vocab_size" not in config.model.config and config.tokenizer.kind == "bpe":
+        sizes.append(f"model.config.vocab_size={config.tokenizer.vocab_size}")
+    return load_config(recipe, [*overrides, *sizes])
+
+
+def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulation: int = 1) -> Trial:
     """Build a case with these settings.
 
     Raises:
@@ -73,13 +81,8 @@ def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulati
     from acc_lm.text.tokenizer import load_tokenizer, make_tokenizer
     from acc_lm.training.step import train_step
 
-    config = load_config(recipe, overrides)
-    training, length = config.training, config.data.sequence_length
-    rows = training.micro_batch_size
-    sizes = [f"training.global_batch_size={rows * num_processes * accumulation}"]
-    if config.model.config is not None and "vocab_size" not in config.model.config and config.tokenizer.kind == "bpe":
-        sizes.append(f"model.config.vocab_size={config.tokenizer.vocab_size}")
-    config = load_config(recipe, [*overrides, *sizes])
+    config = _config_of(recipe, overrides, num_processes * accumulation)
+    rows, length = config.training.micro_batch_size, config.data.sequence_length
     tokenizer = load_tokenizer(config.tokenizer, config.model) or make_tokenizer(TokenizerConfig(kind="byte"), [])
     accelerator = runtime.build_accelerator(config)
     model, facts = runtime.initialise_once(
@@ -122,10 +125,10 @@ def build(recipe: Path, overrides: Sequence[str], num_processes: int, accumulati
         return torch.cat(found)
 
     strategy = runtime.identify(accelerator, model, optimizer, config).strategy
-    return Case(config, accelerator, model, optimizer, strategy, facts.num_parameters, batch, step, gradient)
+    return Trial(config, accelerator, model, optimizer, strategy, facts.num_parameters, batch, step, gradient)
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
+def measure(case: Trial, repeats: int) -> dict[str, Any]:
     """Measure the time of a step, its communication and the peak memory. Every process calls."""
     device = case.accelerator.device
     for _ in range(WARM_UPS):
@@ -149,7 +152,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     return {
         "seconds": statistics.median(seconds),
         "fastest_seconds": min(seconds),
-        "collectives": runtime.summary(traffic.calls),
+        "collectives": runtime.summarize_traffic(traffic.calls),
         "tcp_bytes": over_tcp,
         "num_parameters": case.num_parameters,
         "peak_memory_gb": runtime.gather_objects(case.accelerator, runtime.peak_memory_gb(device)),
@@ -169,7 +172,7 @@ class Worker:
         return {"facts": self.facts, "rows": rows}
 
     @contextmanager
-    def case(self, *settings: str, accumulation: int = 1) -> Iterator[Case]:
+    def case(self, *settings: str, accumulation: int = 1) -> Iterator[Trial]:
         case = build(self.recipe, [*self.overrides, *settings], self.num_processes, accumulation)
         self.facts |= {
             "strategy": case.strategy,
@@ -299,7 +302,7 @@ def main(arguments: Sequence[str]) -> int:
     die_with_launcher()
     runtime.quiet_libraries()
     try:
-        result = Worker(json.loads(plan_file.read_text()), int(os.environ.get("WORLD_SIZE", "1"))).run()
+        result = Worker(json.loads(plan_file.read_text()), runtime.world_size()).run()
     except UserError as error:
         print_problems(error)
         return error.exit_code

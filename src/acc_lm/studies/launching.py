@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from acc_lm.errors import ConfigError
-from acc_lm.runtime import without_launch
+from acc_lm.launcher import request_death_signal
+from acc_lm.runtime import has_accelerator, without_launch
 
-PR_SET_PDEATHSIG = 1
+LAUNCH_SECONDS = 3600
+"""Time that a launch of a study may take."""
 
 
 def launch(
@@ -82,13 +83,6 @@ def launch(
 
 def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a command in a new session, which Ctrl-C does not reach; on Linux it also ends when this process dies."""
-    before = None
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-
-        def before() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -96,7 +90,7 @@ def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str,
         stderr=log,
         env=variables,
         start_new_session=True,
-        preexec_fn=before,
+        preexec_fn=request_death_signal(signal.SIGTERM),
     )
 
 
@@ -147,9 +141,7 @@ def num_accelerators() -> int:
     """Number of GPUs that launches from this process would use."""
     import torch
 
-    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on"):
-        return 0
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.accelerator.device_count() if has_accelerator() else 0
 
 
 def check_num_processes(count: int, key: str) -> None:

@@ -35,7 +35,7 @@ CPU_CASES = (
     "deepspeed_zero3_offload:2",
 )
 COMPARED = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
-# Largest relative difference that rounding explains, after 20 steps: measured (see docs/parity.md) and rounded up.
+# Largest relative difference that rounding explains, after 20 steps: measured (see docs/promises/parity.md) and rounded up.
 TOLERANCE: dict[str, dict[str, float]] = {
     "no": {"train/loss": 1e-5, "train/grad_norm": 1e-5, "train/learning_rate": 0.0, "eval/loss": 1e-6},
     "bf16": {"train/loss": 2e-4, "train/grad_norm": 1e-2, "train/learning_rate": 0.0, "eval/loss": 2e-4},
@@ -44,7 +44,7 @@ TOLERANCE: dict[str, dict[str, float]] = {
 }
 OF_MUON = {"train/grad_norm": 1e-3, "eval/loss": 1e-5}
 """Wider tolerance for Muon, whose iteration is in 16 bits: gradients that differ in the last bit may round apart."""
-LAUNCH_SECONDS = 900
+CASE_SECONDS = 900
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """Result of one launch, and its differences from the first."""
 
     name: str
@@ -143,7 +143,7 @@ def parity(
     print(f"{'config x processes':28} {'strategy':16} {names}  against the first row")
     for line in left_out:
         print(f"left out: {line}")
-    rows: list[Row] = []
+    rows: list[ParityRow] = []
     reference: tuple[dict[int, dict[str, float]], str] | None = None
     with tempfile.TemporaryDirectory(prefix="acc-lm-parity-") as folder:
         for case in chosen:
@@ -231,23 +231,23 @@ def _run(
     folder: Path,
     root: Path,
     reference: tuple[dict[int, dict[str, float]], str] | None,
-) -> tuple[Row, tuple[dict[int, dict[str, float]], str] | None]:
+) -> tuple[ParityRow, tuple[dict[int, dict[str, float]], str] | None]:
     output_dir = folder / case.name.replace(" ", "-")
     script = [str(root / "train.py"), "--config", str(recipe), *settings, f"output_dir={output_dir}"]
     started = time.monotonic()
     problem = launch(
-        script, case.file, case.num_processes, folder / "output", LAUNCH_SECONDS, num_machines=case.num_machines
+        script, case.file, case.num_processes, folder / "output", CASE_SECONDS, num_machines=case.num_machines
     )
     seconds = time.monotonic() - started
     if problem is not None:
-        return Row(case.name, "", "", {}, False, 0.0, seconds, problem), None
+        return ParityRow(case.name, "", "", {}, False, 0.0, seconds, problem), None
     metrics = read_metrics(output_dir)
     summary = json.loads((output_dir / "summary.json").read_text())
     environment = json.loads((output_dir / "environment.json").read_text())
     if environment["num_processes"] != case.num_processes:
         problem = f"{environment['num_processes']} processes ran instead of {case.num_processes}"
     expected, ledger = reference or (metrics, summary["ledger"])
-    row = Row(
+    row = ParityRow(
         case.name,
         environment["strategy"],
         environment["engine"],
@@ -267,7 +267,7 @@ def _list(tolerance: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in tolerance.items())
 
 
-def _line(row: Row, tolerance: dict[str, float]) -> str:
+def _line(row: ParityRow, tolerance: dict[str, float]) -> str:
     if row.problem is not None:
         return f"{row.name:28} {row.problem}"
     cells = " ".join(f"{row.differences.get(name, float('inf')):8.1e}" for name in COMPARED)
@@ -282,7 +282,7 @@ def _write(
     overrides: Sequence[str],
     steps: int,
     tolerance: dict[str, float],
-    rows: list[Row],
+    rows: list[ParityRow],
     left_out: list[str],
 ) -> None:
     command = " ".join(["acc-lm parity", "--config", str(recipe), *overrides])

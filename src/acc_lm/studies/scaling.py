@@ -15,18 +15,24 @@ from typing import Any
 from acc_lm.config import nearest_multiples
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
-from acc_lm.studies.launching import check_num_processes, launch, num_accelerators, project_folder, shared_cores
+from acc_lm.studies.launching import (
+    LAUNCH_SECONDS,
+    check_num_processes,
+    launch,
+    num_accelerators,
+    project_folder,
+    shared_cores,
+)
 from acc_lm.studies.parity import Case, largest_differences, read_metrics, short_run, tolerance_of
 from acc_lm.studies.tables import machine_line, replace_block
 
-LAUNCH_SECONDS = 3600
 LOGS, LOGS_LEFT_OUT, LEAST_STEPS = 10, 3, 6
 """Planned number of logs of a launch, number of first logs left out as start-up, and smallest number of steps."""
 STRONG, WEAK = "strong", "weak"
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """Measurements of one number of processes, compared with the smallest number."""
 
     kind: str
@@ -110,7 +116,7 @@ def scaling(
     for note in notes:
         print(note)
     measured: dict[tuple[int, int], dict[str, Any]] = {}
-    rows: list[Row] = []
+    rows: list[ScalingRow] = []
     with tempfile.TemporaryDirectory(prefix="acc-lm-scaling-") as folder:
         for kind, count, size in plan:
             if (count, size) not in measured:
@@ -144,7 +150,7 @@ def scaling(
     return 0 if same else 1
 
 
-def _write(output: Path, rows: list[Row], about: dict[str, Any]) -> None:
+def _write(output: Path, rows: list[ScalingRow], about: dict[str, Any]) -> None:
     """Write table, JSON and picture."""
     values = {
         **about,
@@ -155,7 +161,7 @@ def _write(output: Path, rows: list[Row], about: dict[str, Any]) -> None:
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_name("scaling.json").write_text(json.dumps(values, indent=1) + "\n")
-    draw(rows, values, output.with_name("scaling.png"))
+    draw_scaling(rows, values, output.with_name("scaling.png"))
     replace_block(output, "scaling", "\n".join(_page(rows, values)))
 
 
@@ -253,7 +259,7 @@ def serial_share(speed_up: float, times: float) -> float | None:
     return (1 / speed_up - 1 / times) / (1 - 1 / times) if times > 1 else None
 
 
-def doubts(rows: Sequence[Row], smallest: int, load: float) -> list[str]:
+def doubts(rows: Sequence[ScalingRow], smallest: int, load: float) -> list[str]:
     """Reasons to distrust the times of CPU processes: on a shared machine, more processes get a larger share."""
     cores = os.cpu_count() or 1
     if num_accelerators():
@@ -273,13 +279,13 @@ def doubts(rows: Sequence[Row], smallest: int, load: float) -> list[str]:
     return found
 
 
-def _row(kind: str, count: int, size: int, here: dict[str, Any], first: dict[str, Any], smallest: int) -> Row:
+def _row(kind: str, count: int, size: int, here: dict[str, Any], first: dict[str, Any], smallest: int) -> ScalingRow:
     if "problem" in here:
-        return Row(kind, count, size, problem=here["problem"])
+        return ScalingRow(kind, count, size, problem=here["problem"])
     seconds, rate = seconds_of_steps(here["metrics"])
     speed_up, times = rate / seconds_of_steps(first["metrics"])[1], count / smallest
     is_strong = kind == STRONG
-    return Row(
+    return ScalingRow(
         kind,
         count,
         size,
@@ -309,7 +315,7 @@ def _command(
     return " ".join([*words, "--processes", ",".join(map(str, counts)), "--steps", str(steps), *overrides])
 
 
-def _line(row: Row) -> str:
+def _line(row: ScalingRow) -> str:
     if row.problem is not None:
         return f"{row.kind:7} {row.num_processes:3} x  {row.problem}"
     loss = "" if row.largest_difference is None else f"  loss apart {row.largest_difference['train/loss']:.1e}"
@@ -320,7 +326,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _page(rows: Sequence[Row], values: dict[str, Any]) -> list[str]:
+def _page(rows: Sequence[ScalingRow], values: dict[str, Any]) -> list[str]:
     lines = [
         f"`{values['command']}`",
         "",
@@ -359,7 +365,7 @@ def _page(rows: Sequence[Row], values: dict[str, Any]) -> list[str]:
     return [*lines, *(f"\n{note}." for note in values["notes"])]
 
 
-def draw(rows: Sequence[Row], values: dict[str, Any], file: Path) -> None:
+def draw_scaling(rows: Sequence[ScalingRow], values: dict[str, Any], file: Path) -> None:
     """Draw two panels, strong and weak: measured and ideal speed-up, and on a CPU the speed-up that its cores allow."""
     import matplotlib
 

@@ -15,7 +15,7 @@ from acc_lm.cache import cache_folder, make_once, read_facts, write_facts
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError
 from acc_lm.launcher import is_main_process
-from acc_lm.text.documents import Corpus, Document, Reader, Skipped, hash_text, text_in
+from acc_lm.text.documents import Corpus, Document, Skipped, TextReader, hash_text, text_in
 from acc_lm.text.files import (
     as_written,
     check_content,
@@ -30,7 +30,7 @@ from acc_lm.text.files import (
 from acc_lm.text.synthetic import synthetic_corpus
 
 
-def open_corpus(config: DataConfig, seed: int, read: Reader | None = None) -> Corpus:
+def open_corpus(config: DataConfig, seed: int, read: TextReader | None = None) -> Corpus:
     """Find the text that a recipe names, without reading more of it than its hash needs.
 
     Args:
@@ -129,7 +129,7 @@ def _load_split(config: DataConfig, split: str, *, streaming: bool = False) -> A
         ) from None
 
 
-def _hub_corpus(config: DataConfig, read: Reader | None) -> Corpus:
+def _hub_corpus(config: DataConfig, read: TextReader | None) -> Corpus:
     reader = read or text_in(config.text_column)
 
     def load(split: str) -> Any:

@@ -52,11 +52,11 @@ class Corpus:
     """Function that raises a `DataError` if the content no longer matches the key."""
 
 
-Reader = Callable[[Any, str, Skipped], str | None]
+TextReader = Callable[[Any, str, Skipped], str | None]
 """Function: (record, its place, counter of skipped records) -> text of its document; None if the record is skipped."""
 
 
-def text_in(column: str) -> Reader:
+def text_in(column: str) -> TextReader:
     """Reader of the text in one column of the records."""
     return lambda record, place, skipped: _text_of(record, column, place, skipped)
 

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from acc_lm.errors import DataError
-from acc_lm.text.documents import Document, Reader, Skipped
+from acc_lm.text.documents import Document, Skipped, TextReader
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 JSON_LINES = 20  # first lines of a text file that are checked for JSON
@@ -86,7 +86,7 @@ def whole_files(files: list[Path]) -> Iterator[Document]:
             continue  # a few library modules have an old encoding on purpose
 
 
-def read_files(files: list[Path], read: Reader, skipped: Skipped, only_records: bool = False) -> Iterator[Document]:
+def read_files(files: list[Path], read: TextReader, skipped: Skipped, only_records: bool = False) -> Iterator[Document]:
     """All documents of the files: a txt file is one (an error with `only_records`), elsewhere each record is one."""
     for file in files:
         before = skipped.count

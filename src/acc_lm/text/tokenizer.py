@@ -102,7 +102,7 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return backend
 
 
-def pieces_of(text: str, encoder: Tokenizer) -> list[str]:
+def cut_text(text: str, encoder: Tokenizer) -> list[str]:
     """Cut a document into pieces to encode one by one; a tokenizer that marks the start of a text gets one piece.
 
     The cut is before a line break that follows a letter or digit, where byte-level pre-tokenizers cut anyway, or after
@@ -203,7 +203,7 @@ def encode_each(
 
 def _marked(text: str, encoder: Any) -> list[tuple[str, bool]]:
     """Pairs (piece, True if it is the last) of a document."""
-    *pieces, last = pieces_of(text, encoder)
+    *pieces, last = cut_text(text, encoder)
     return [(piece, False) for piece in pieces] + [(last, True)]
 
 

@@ -28,7 +28,7 @@ WINDOW, ENOUGH = 64, 16
 LEAST_JUMP = 0.1
 """Smallest spike, as a share of the median: a loss above the median by less is no spike, however quiet the run is."""
 MOST_REWINDS = 3
-ADVICE = "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before"
+DIVERGENCE_ADVICE = "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before"
 
 
 class Watch:
@@ -93,7 +93,7 @@ class Watch:
         self.look(step)
         if self._in_spike and self._config.on_spike == "stop":
             raise DivergedError(
-                f"the loss must not jump, got {self._loss:.4f} at step {step} (training.on_spike is stop); {ADVICE}"
+                f"the loss must not jump, got {self._loss:.4f} at step {step} (training.on_spike is stop); {DIVERGENCE_ADVICE}"
             )
         return self._in_spike
 
@@ -127,7 +127,9 @@ class Watch:
             elif math.isfinite(loss):
                 self._compare(number, loss)
             else:
-                raise DivergedError(f"the loss must stay finite, got {loss} under a finite gradient; {ADVICE}")
+                raise DivergedError(
+                    f"the loss must stay finite, got {loss} under a finite gradient; {DIVERGENCE_ADVICE}"
+                )
         return self._loss
 
     def _skip(self, step: int, names: list[str]) -> None:
@@ -138,7 +140,7 @@ class Watch:
             raise DivergedError(
                 f"the gradient must be finite, got {self._skipped_in_a_row} of {self._config.max_nonfinite_steps} tolerated steps in a "
                 f"row where it was not, in step {step} first in that of {names[0]} ({len(names)} parameters in all); "
-                f"no weight was changed by them; {ADVICE}"
+                f"no weight was changed by them; {DIVERGENCE_ADVICE}"
             )
 
     def _compare(self, step: int, loss: float) -> None:
@@ -170,7 +172,7 @@ class Watch:
         self._lines.append(f"rewound to the weights of step {to}; what steps {to + 1} to {step} did is undone")
         if self._rewinds[1] > MOST_REWINDS:
             raise DivergedError(
-                f"the loss must stay near what it was, got a jump after each of {MOST_REWINDS} rewinds to step {to}; {ADVICE}"
+                f"the loss must stay near what it was, got a jump after each of {MOST_REWINDS} rewinds to step {to}; {DIVERGENCE_ADVICE}"
             )
 
     def _dump(self, name: str, step: int, **facts: object) -> None:

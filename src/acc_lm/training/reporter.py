@@ -44,7 +44,9 @@ class Reporter:
     def evaluation(self, step: int, result: Evaluation, samples: dict[str, Any]) -> None:
         self._record(step, result.metrics(), samples)
         if self._run.is_main:
-            metrics_file.draw(self._run.output_dir, self._run.output_dir.name, self._run.config.checkpoint.best_metric)
+            metrics_file.draw_curves(
+                self._run.output_dir, self._run.output_dir.name, self._run.config.checkpoint.best_metric
+            )
         self._bar.show_evaluation(step, result)
 
     def epoch(self, step: int, metrics: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.runtime.strategy import bare_model, is_deepspeed
+from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -18,9 +18,9 @@ from torch import nn
 from acc_lm.config import Config
 from acc_lm.errors import MachineError
 from acc_lm.redaction import redact_words
-from acc_lm.runtime.deepspeed import offload_device, overruled_settings
-from acc_lm.runtime.pieces import pieces_of
-from acc_lm.runtime.strategy import asked_strategy, bare_model, is_deepspeed
+from acc_lm.runtime.engines.shards import pieces_of
+from acc_lm.runtime.settings.deepspeed import offload_device, overruled_settings
+from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed, requested_strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,7 +72,7 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     num_processes = dist.get_world_size() if dist.is_initialized() else 1
     outer = getattr(model, "_orig_mod", model)
     strategy = _live_strategy(outer, num_processes)
-    asked = asked_strategy()
+    asked = requested_strategy()
     if strategy != asked:
         raise MachineError(
             f"the launch must run {asked}, as its Accelerate config asks, got {strategy} ({type(outer).__name__}, "

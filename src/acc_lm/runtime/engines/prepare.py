@@ -5,67 +5,25 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.errors import DivergedError, MachineError, Preempted, UserError
+from acc_lm.errors import DivergedError, MachineError
 from acc_lm.rows.batch import Batch
-from acc_lm.runtime.deepspeed import partition
-from acc_lm.runtime.fp8 import check_layers
-from acc_lm.runtime.fsdp import block_classes
-from acc_lm.runtime.pieces import broadcast_weights, pieces_of, publish_weights
-from acc_lm.runtime.strategy import asked_strategy, bare_model
+from acc_lm.runtime.engines.collectives import T, gather_objects, on_main
+from acc_lm.runtime.engines.shards import broadcast_weights, pieces_of, publish_weights
+from acc_lm.runtime.settings.deepspeed import partition
+from acc_lm.runtime.settings.fp8 import check_layers
+from acc_lm.runtime.settings.fsdp import block_classes
+from acc_lm.runtime.settings.strategy import bare_model, requested_strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-T = TypeVar("T")
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PATIENCE = timedelta(days=1)
-"""Timeout for work of the main process that takes longer for larger models; a dead process is still noticed at once."""
-
-
-def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = None, *, takes_long: bool = False) -> T:
-    """Run `function` on the main process; on every process return its result, or raise its user error or stop.
-
-    Args:
-        group: a separate group of all processes; None: the one that training uses.
-        takes_long: `function` reads or writes a whole model, so the others wait beyond `distributed.timeout_seconds`.
-    """
-    answer: list[Any] = [None, None]
-    if takes_long and accelerator.num_processes > 1:
-        group = _patient_group(dist.group.WORLD)
-    if accelerator.is_main_process:
-        try:
-            answer[0] = function()
-        except (UserError, Preempted) as error:
-            answer[1] = error
-    if accelerator.num_processes > 1:
-        dist.broadcast_object_list(answer, src=0, group=group)
-    if answer[1] is not None:
-        raise answer[1]
-    result: T = answer[0]
-    return result
-
-
-@cache
-def _patient_group(world: Any) -> Any:
-    """Create a group of all processes of `world`, on the CPU, with timeout `PATIENCE`. Every process must call it."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
-
-
-def gather_objects(accelerator: Accelerator, mine: T, group: Any = None) -> list[T]:
-    """Return the objects `mine` of all processes, by rank, on every process; `group` is as for `on_main`."""
-    if accelerator.num_processes == 1:
-        return [mine]
-    everyone: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -113,7 +71,7 @@ def initialise_once(
     An engine that shards parameters gets its weights from the main process. The other processes build the same model
     over memory that is reserved and never touched, so only one process ever holds all of a large model.
     """
-    if asked_strategy() not in ("fsdp2", "hsdp", "deepspeed_zero3"):
+    if requested_strategy() not in ("fsdp2", "hsdp", "deepspeed_zero3"):
         return build()
     built: list[nn.Module] = []
 
@@ -130,7 +88,7 @@ def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Call `accelerator.prepare` so that every engine starts from the main process's weights in full precision."""
-    strategy = asked_strategy()
+    strategy = requested_strategy()
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):
             plugin = vars(accelerator.state).get("fsdp_plugin")
@@ -244,7 +202,7 @@ def warm_up(accelerator: Accelerator, model: nn.Module, batch: Batch) -> None:
     """
     gc.collect()
     gc.freeze()
-    if asked_strategy() != "ddp":
+    if requested_strategy() != "ddp":
         return
     with accelerator.autocast():
         loss = model(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})

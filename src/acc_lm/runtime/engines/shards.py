@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from acc_lm.errors import MachineError
 from acc_lm.optimization.muon import MOMENTS, local, moments
-from acc_lm.runtime.strategy import bare_model, is_deepspeed
+from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from acc_lm.errors import UserError
-from acc_lm.runtime.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
-from acc_lm.runtime.engines import refuse_buckets_that_mix
-from acc_lm.runtime.extensions import COMPILERS, check_extensions, has_libaio
-from acc_lm.runtime.fp8 import check_rows
-from acc_lm.runtime.fsdp import block_classes
-from acc_lm.runtime.identity import library_versions
-from acc_lm.runtime.launch import asked_precision, needed_extensions, read_launch, split_global_batch
-from acc_lm.runtime.strategy import asked_strategy, has_accelerator, world_size
+from acc_lm.runtime.engines.identity import library_versions
+from acc_lm.runtime.engines.prepare import refuse_buckets_that_mix
+from acc_lm.runtime.launch.request import needed_extensions, read_launch, split_global_batch
+from acc_lm.runtime.settings.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
+from acc_lm.runtime.settings.extensions import COMPILERS, check_extensions, has_libaio
+from acc_lm.runtime.settings.fp8 import check_rows
+from acc_lm.runtime.settings.fsdp import block_classes
+from acc_lm.runtime.settings.strategy import has_accelerator, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,19 +104,19 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
     """
     options = [] if num_processes is None else ["--num_processes", str(num_processes)]
     with _launched(file, options) as typed:
-        asked = read_launch(recipe, typed)
-        if asked.strategy.startswith("deepspeed"):
-            check_extensions(**needed_extensions(asked.has_accelerator))
+        request = read_launch(recipe, typed)
+        if request.strategy.startswith("deepspeed"):
+            check_extensions(**needed_extensions(request.has_accelerator))
         if recipe:
             check_run(recipe)
     machines, cores = typed.num_machines or 1, os.cpu_count() or 1
     notes = [
-        f"{asked.strategy}, {asked.num_processes} process(es) on {machines} machine(s), mixed_precision {asked.precision}: it can run here"
+        f"{request.strategy}, {request.num_processes} process(es) on {machines} machine(s), mixed_precision {request.precision}: it can run here"
     ]
-    if not asked.has_accelerator and asked.strategy != "single":
+    if not request.has_accelerator and request.strategy != "single":
         notes.append("no accelerator here: a rehearsal on CPU processes, for trust and not for speed")
-    if not asked.has_accelerator and asked.num_processes // machines > cores:
-        notes.append(f"{asked.num_processes // machines} processes will share {cores} cores")
+    if not request.has_accelerator and request.num_processes // machines > cores:
+        notes.append(f"{request.num_processes // machines} processes will share {cores} cores")
     return notes
 
 
@@ -139,7 +139,7 @@ def check_run(config: Config) -> PreTrainedTokenizerBase | None:
     from acc_lm.modeling.checks import check_model
     from acc_lm.text.tokenizer import load_tokenizer
 
-    strategy, distributed = asked_strategy(), config.distributed
+    strategy, distributed = requested_strategy(), config.distributed
     tokenizer = load_tokenizer(config.tokenizer, config.model)
     vocab_size = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else LEAST_VOCABULARY
     model = check_model(
@@ -156,7 +156,7 @@ def check_run(config: Config) -> PreTrainedTokenizerBase | None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = trained * DTYPES[config.model.dtype].itemsize
         refuse_buckets_that_mix(distributed.comm_hook, distributed.bucket_cap_mb, size, not has_accelerator())
-    if asked_precision(config.training.mixed_precision) == "fp8":
+    if requested_precision(config.training.mixed_precision) == "fp8":
         check_rows(config, split_global_batch(config.training, world_size())[0])
     check_files(config.data)
     return tokenizer

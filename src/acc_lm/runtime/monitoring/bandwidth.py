@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.runtime.traffic import ring_share
+from acc_lm.runtime.monitoring.traffic import ring_share
 
 BUCKETED_CONFIGS = ("ddp", "deepspeed_zero2")
 """Files in accelerate_configs/ whose engines collect gradients in buckets of distributed.bucket_cap_mb."""

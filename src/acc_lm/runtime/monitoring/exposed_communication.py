@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from acc_lm.runtime.strategy import asked_strategy
+from acc_lm.runtime.settings.strategy import requested_strategy
 
-Standing = Callable[[], AbstractContextManager[None]]
+StallTimer = Callable[[], AbstractContextManager[None]]
 """Context that is entered while computation stalls; on a GPU, while the wait is queued on its stream."""
 
 
 @contextmanager
-def watched(standing: Standing, on_gpu: bool) -> Iterator[None]:
+def watched(standing: StallTimer, on_gpu: bool) -> Iterator[None]:
     """Enter `standing` for every wait for communication in Python, in the engines and in this project's own code.
 
     A CPU waits in `Work.wait`, and so does a GPU's stream if that is called on it. Engines that communicate on streams of
@@ -41,13 +41,13 @@ def watched(standing: Standing, on_gpu: bool) -> Iterator[None]:
         yield
 
 
-def watch_backward(model: nn.Module, standing: Standing) -> None:
+def watch_backward(model: nn.Module, standing: StallTimer) -> None:
     """Enter `standing` while DDP waits for its buckets, in an autograd callback that runs when all gradients exist.
 
     Autograd runs callbacks in the order in which they were queued: our first at the beginning of the backward, DDP's
     during the backward, and our second by our first. So our two callbacks enclose DDP's.
     """
-    if asked_strategy() != "ddp":
+    if requested_strategy() != "ddp":
         return
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 

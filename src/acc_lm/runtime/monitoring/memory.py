@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from acc_lm.config import Config
 from acc_lm.errors import OutOfMemoryError, is_out_of_memory
 from acc_lm.optimization.muon import moments
-from acc_lm.runtime.engines import gather_objects
-from acc_lm.runtime.launch import split_global_batch
-from acc_lm.runtime.strategy import asked_strategy
+from acc_lm.rows.batch import RowSource
+from acc_lm.runtime.engines.collectives import gather_objects
+from acc_lm.runtime.launch.request import split_global_batch
+from acc_lm.runtime.settings.strategy import requested_strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-class Rows(Protocol):
-    def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]: ...
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -102,7 +99,7 @@ def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
 
 def next_rung(config: Config) -> str:
     """Cheapest unused remedy: first those that keep result and hardware, then sharding, precision, offload."""
-    micro, strategy = config.training.micro_batch_size, asked_strategy()
+    micro, strategy = config.training.micro_batch_size, requested_strategy()
     if micro > 1:
         rungs = [f"training.micro_batch_size={smaller(micro)} takes the same batches in smaller parts"]
         if config.model.gradient_checkpointing is not True:
@@ -123,7 +120,7 @@ def smaller(micro_batch_size: int) -> int:
 
 
 def fit_micro_batch(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, rows: Rows, config: Config
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, rows: RowSource, config: Config
 ) -> tuple[Config, list[str]]:
     """Shrink the micro-batch until it fits on all processes; return the recipe, and a line for each that did not fit.
 

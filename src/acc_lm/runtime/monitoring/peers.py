@@ -25,8 +25,8 @@ import xxhash
 from acc_lm.config import Config, flatten
 from acc_lm.errors import MachineError, WorkerLostError
 from acc_lm.run_files.metrics_file import newest_checkpoint
-from acc_lm.runtime.engines import gather_objects
-from acc_lm.runtime.identity import library_versions
+from acc_lm.runtime.engines.collectives import gather_objects
+from acc_lm.runtime.engines.identity import library_versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -15,8 +15,8 @@ from acc_lm.errors import (
     storage_reason,
     unreadable_file,
 )
-from acc_lm.runtime.memory import out_of_memory
-from acc_lm.runtime.peers import Peers
+from acc_lm.runtime.monitoring.memory import out_of_memory
+from acc_lm.runtime.monitoring.peers import Peers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

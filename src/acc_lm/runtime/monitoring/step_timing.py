@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from acc_lm.rows.batch import Batch
-from acc_lm.runtime.exposed import watch_backward, watched
-from acc_lm.runtime.strategy import asked_strategy
-from acc_lm.runtime.traffic import CountedStep
+from acc_lm.runtime.monitoring.exposed_communication import watch_backward, watched
+from acc_lm.runtime.monitoring.traffic import CountedStep
+from acc_lm.runtime.settings.strategy import requested_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ class Pace:
         self._on_gpu = accelerator.device.type == "cuda"
         self._steps: list[Marks] = []
         self._slow, self._times, self._told = -1, 0, -1
-        strategy = asked_strategy()
+        strategy = requested_strategy()
         self._copies_buffers = strategy == "ddp"  # between the two hooks below
         self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3")
         self._counted = CountedStep.asked()

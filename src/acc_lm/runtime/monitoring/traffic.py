@@ -111,7 +111,7 @@ def _group_size(args: Any) -> int:
     return dist.get_world_size()
 
 
-def summary(calls: Iterable[Collective]) -> dict[str, dict[str, float]]:
+def summarize_traffic(calls: Iterable[Collective]) -> dict[str, dict[str, float]]:
     """Totals by kind: calls, bytes handed over, and bytes that each process then sends in a ring."""
     found: dict[str, dict[str, float]] = {}
     for call in calls:
@@ -171,7 +171,7 @@ class CountedStep:
         received = (received_over_tcp() or 0) - (self._received or 0) if over_tcp else None
         values = {
             "backend": dist.get_backend() if is_there else None,
-            "collectives": summary(calls),
+            "collectives": summarize_traffic(calls),
             "tcp_bytes": received,
         }
         file = self._folder / f"traffic-{dist.get_rank() if is_there else 0}.json"

@@ -101,7 +101,7 @@ def without_launch(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def asked_processes(typed: Namespace | None = None) -> int:
+def requested_processes(typed: Namespace | None = None) -> int:
     """Number of processes requested by `accelerate launch`'s command line, else by its config; 1 if neither sets it.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime.config_file import resolved_deepspeed_config
+from acc_lm.runtime.settings.config_file import resolved_deepspeed_config
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from acc_lm.config import Config
 
-FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 def deepspeed_config() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def deepspeed_config() -> dict[str, Any]:
             device = os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")
             zero |= {f"offload_{what}": {"device": device}}
         return {"zero_optimization": zero}
-    file = resolved_deepspeed_config(os.environ[FILE])
+    file = resolved_deepspeed_config(os.environ[CONFIG_VARIABLE])
     try:
         config: dict[str, Any] = json.loads(Path(file).read_text())
     except OSError:
@@ -51,13 +51,13 @@ def deepspeed_config() -> dict[str, Any]:
                 raise MachineError(
                     f"{file}: {section}{key} must be a mapping, got {json.dumps(settings[key])}; write its keys below it"
                 )
-    os.environ[FILE] = file  # Accelerate resolves it from the current folder only
+    os.environ[CONFIG_VARIABLE] = file  # Accelerate resolves it from the current folder only
     return config
 
 
 def _is_by_hand() -> bool:
     """Return whether the launch names a DeepSpeed config file of its own."""
-    return os.environ.get(FILE, "none") != "none"
+    return os.environ.get(CONFIG_VARIABLE, "none") != "none"
 
 
 def offload_device(what: str) -> str:
@@ -80,7 +80,7 @@ def deepspeed_plugin(
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optimizer.max_grad_norm or 0.0,
     }
-    plugin = asked_plugin(precision, owned)
+    plugin = requested_plugin(precision, owned)
     settings = plugin.deepspeed_config
     settings |= owned
     plugin.gradient_accumulation_steps = accumulation
@@ -97,7 +97,7 @@ def deepspeed_plugin(
     return plugin
 
 
-def asked_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
+def requested_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
     """Build Accelerate's plugin, as the launch asks for it.
 
     Args:
@@ -127,7 +127,7 @@ def build_models_whole(accelerator: Accelerator) -> None:
 
 
 def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], precision: str) -> None:
-    file = os.environ[FILE]
+    file = os.environ[CONFIG_VARIABLE]
     keys = {
         "train_batch_size": "training.global_batch_size",
         "train_micro_batch_size_per_gpu": "training.micro_batch_size",

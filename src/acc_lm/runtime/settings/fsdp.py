@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime.strategy import flag
+from acc_lm.runtime.settings.strategy import flag
 
 if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig

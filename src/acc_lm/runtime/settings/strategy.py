@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime.deepspeed import deepspeed_config
+from acc_lm.runtime.settings.deepspeed import deepspeed_config
 
 
 def world_size() -> int:
@@ -44,7 +44,7 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
 
 
-def asked_strategy() -> str:
+def requested_strategy() -> str:
     """Name of the strategy that the launch asks for, as in `environment.json`.
 
     Raises:
@@ -112,3 +112,8 @@ def bare_model(model: nn.Module) -> nn.Module:
             model = model.get_submodule("module")
         else:
             return model
+
+
+def requested_precision(by_recipe: str | None) -> str:
+    """Precision of the recipe, else of the launch."""
+    return by_recipe or os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()

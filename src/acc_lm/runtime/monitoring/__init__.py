@@ -1,0 +1,10 @@
+"""Observation of a run: other processes, memory, time and traffic of its steps, and its end.
+
+peers         the other processes: same code and recipe, deaths, hangs
+memory        peak memory, a micro-batch that fits, remedies when there is not enough
+step_timing   time spent waiting for data and for other processes, stragglers
+exposed_communication  stalls of computation until other processes have sent something
+traffic       count of what a step communicates
+bandwidth     measurements of what the processes can exchange
+shutdown      clean end of the process group, causes of low-level errors
+"""
