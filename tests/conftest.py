@@ -39,7 +39,7 @@ IMPORTED += [importlib.import_module("train")]
 IMPORTED += [
     importlib.import_module("acc_lm." + ".".join(file.relative_to(processes.ROOT / "src/acc_lm").with_suffix("").parts))
     for file in sorted((processes.ROOT / "src/acc_lm").rglob("[a-z]*.py"))
-    if "evaluate_modules" not in file.parts
+    if "metrics" not in file.parts
 ]
 get_checkpoint_conversion_mapping("llama")  # compiled once for all exports
 torch.set_num_threads(1)

@@ -38,22 +38,22 @@ LAUNCH_VARIABLES = re.compile(
 
 def build_extensions_once(needs_nvme: bool) -> None:
     """DeepSpeed's C++ extensions, before processes with a time limit wait for them; one test worker builds, others wait."""
-    from acc_lm.runtime.extensions import extensions_folder
+    from acc_lm.runtime.settings.extensions import extensions_folder
 
-    compiled = KEPT_CACHE / "torch_extensions"
-    built = compiled / extensions_folder().name / f"built-for-tests{'-nvme' * needs_nvme}"
+    folder = KEPT_CACHE / "torch_extensions" / extensions_folder().name
+    on_cpu = not torch.accelerator.is_available()
     code = (
-        "import torch\n"
-        "from acc_lm.runtime.extensions import build_extensions\n"
-        f"build_extensions(needs_cpu_adam=True, needs_nvme={needs_nvme}, on_cpu=not torch.accelerator.is_available())"
+        "from acc_lm.runtime.settings.extensions import build_extensions\n"
+        f"build_extensions(needs_cpu_adam=True, needs_nvme={needs_nvme}, on_cpu={on_cpu})"
     )
-    with (compiled / "tests.lock").open("w") as lock:
+    names = ["CPUAdam", *["ShareMemComm"] * on_cpu, *["AsyncIO"] * needs_nvme]
+    with (folder.parent / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
+        if not all((folder / f"{name}Builder.done").exists() for name in names):
             environment = {key: value for key, value in os.environ.items() if not LAUNCH_VARIABLES.match(key)}
+            environment.pop("TORCH_EXTENSIONS_DIR", None)  # DeepSpeed itself would build there, when it is first used
             environment["ACC_LM_CACHE"] = str(KEPT_CACHE)
             subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=1800)
-            built.touch()
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def launcher_environment(
         "main_process_ip": main_process_ip, "main_process_port": port,
     }  # fmt: skip
     options = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-    from acc_lm.runtime.config_file import launch_with
+    from acc_lm.runtime.settings.config_file import launch_with
 
     _, environment = launch_with(config_file, *options)
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
