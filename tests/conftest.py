@@ -145,3 +145,15 @@ def no_accelerator_is_left() -> Iterator[None]:
     """One that is made in this process is inherited by every process that a later test forks, and there are no others for it."""
     yield
     assert not PartialState._shared_state, "make Accelerators in a forked process only"
+
+
+@pytest.fixture(autouse=True)
+def the_environment_is_restored() -> Iterator[None]:
+    """A benchmark that a test runs here sets variables, the cache for one, which processes of later tests would inherit."""
+    before = dict(os.environ)
+    yield
+    for name in (before.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
