@@ -262,13 +262,13 @@ def test_a_signal_that_comes_before_there_is_anybody_is_not_lost(tiny_recipe: Pa
     def prepare() -> None:
         from acc_lm.cli import keep_going
 
-        start = keep_going._popen
+        start = keep_going._start
 
         def told_first(*arguments: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return start(*arguments)
 
-        keep_going._popen = told_first
+        keep_going._start = told_first
 
     plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2], FINISHED])
     finished = plan.start(prepare=prepare).wait(20)
