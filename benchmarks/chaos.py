@@ -1,8 +1,8 @@
-"""Kill, stop and swap, at length: the measured gates of docs/promises/reliability.md.
+"""Kill and stop runs and change their engines many times: the measured gates of docs/promises/reliability.md.
 
     python benchmarks/chaos.py [docs/promises/reliability.md] [--kills 100] [--launcher-kills 20] [--only G6,G8]
 
-The same functions as in the tests, more often. Twenty minutes on two cores.
+The functions are those of the tests, called more often. Takes twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GATES = ("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G11", "G12", "re
 
 
 class Chaos:
-    """The gates, each a method of its name that returns what was done and what came of it, as two cells of a table."""
+    """The gates: each method returns what was done and the result, as two cells of a table."""
 
     def __init__(self, folder: Path, kills: int, launcher_kills: int) -> None:
         import conftest
@@ -49,8 +49,8 @@ class Chaos:
         (self.folder / name).mkdir()
         return self.folder / name
 
-    def seconds_until_told(self, number: int, extra: list[str]) -> tuple[float, str]:
-        """Send this signal to process 1 of two in step 4; the time until process 0 says so, and its words."""
+    def seconds_until_reported(self, number: int, extra: list[str]) -> tuple[float, str]:
+        """Send this signal to process 1 of two in step 4; return the seconds until process 0 reports it, and its error line."""
         from test_peers import start
         from test_stop import wrap
 
@@ -59,7 +59,7 @@ class Chaos:
                 wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), number), 4)
 
         began = time.monotonic()
-        arguments = ["--config", str(self.recipe), f"output_dir={self.folder / 'told'}-{began}", *extra]
+        arguments = ["--config", str(self.recipe), f"output_dir={self.folder / 'reported'}-{began}", *extra]
         launch = start(arguments, 2, sabotage)
         while not (found := [line for line in launch.outputs()[0].splitlines() if line.startswith("error: ")]):
             assert time.monotonic() - began < 120, launch.outputs()
@@ -70,7 +70,7 @@ class Chaos:
         return seconds, line.split("; the last checkpoint")[0].removeprefix("error: ")
 
     def all_pass(self, file: str) -> tuple[int, float]:
-        """How many tests of a file there are, when all of them pass."""
+        """Run a test file, which must pass; return the number of its tests and the seconds."""
         began = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "", str(next((ROOT / "tests").rglob(file)))]
         shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -84,8 +84,8 @@ class Chaos:
 
         one = kill_at_random(self.recipe_with_dropout, self.folder / "one", self.kills, seed=1)
         return (
-            f"{one.kills} times kill -9 of one process at random moments, over {one.runs} runs | {one.in_save} kills were inside a save; "
-            f"every run went on and ended bit for bit like one that was never touched; {one.seconds:.0f} s"
+            f"kill -9 of one process at random moments, {one.kills} times over {one.runs} runs | {one.in_save} kills were during a save; "
+            f"every run resumed and ended bit for bit like an uninterrupted one; {one.seconds:.0f} s"
         )
 
     def G2(self) -> str:
@@ -93,8 +93,8 @@ class Chaos:
 
         two = kill_launches_at_random(self.recipe_with_dropout, self.folder / "two", self.launcher_kills, seed=2)
         return (
-            f"{two.kills} times kill -9 under `accelerate launch` with two processes: process 0, process 1, the launcher, all of them, over "
-            f"{two.runs} runs | {two.in_save} kills were inside a save; the same; no process was left behind; {two.seconds:.0f} s"
+            f"kill -9 under `accelerate launch` with two processes (of process 0, process 1, the launcher, or all), {two.kills} times; runs: "
+            f"{two.runs} | {two.in_save} kills were during a save; the same result; no process was left running; {two.seconds:.0f} s"
         )
 
     def G3(self) -> str:
@@ -105,17 +105,17 @@ class Chaos:
         )
         ends = [stop_a_launch(self.recipe, self.folder / f"stop-{how}-{whom}", how, whom) for how, whom in STOPS]
         return (
-            f"two processes under `accelerate launch`, told to stop: {names}; each signal to the launcher and to one process | {len(ends)} of "
+            f"two processes under `accelerate launch`, asked to stop by {names}; each signal to the launcher and to one process | {len(ends)} of "
             f"{len(STOPS)}: the step was saved, `preempted` written, all processes gone {min(ends):.1f} to {max(ends):.1f} s after the request"
         )
 
     def G4(self) -> str:
-        seconds, says = self.seconds_until_told(signal.SIGKILL, [])
-        return f"process 1 of two killed in step 4 | the other said so {seconds:.1f} s after the start of the run: `{says}`"
+        seconds, line = self.seconds_until_reported(signal.SIGKILL, [])
+        return f"process 1 of two killed in step 4 | process 0 reported it {seconds:.1f} s after the start of the run: `{line}`"
 
     def G5(self) -> str:
-        seconds, says = self.seconds_until_told(signal.SIGSTOP, ["distributed.timeout_seconds=8"])
-        return f"process 1 of two stopped (SIGSTOP) in step 4, `distributed.timeout_seconds=8` | the other said so {seconds:.1f} s after the start of the run: `{says}`"
+        seconds, line = self.seconds_until_reported(signal.SIGSTOP, ["distributed.timeout_seconds=8"])
+        return f"process 1 of two stopped (SIGSTOP) in step 4, `distributed.timeout_seconds=8` | process 0 reported it {seconds:.1f} s after the start of the run: `{line}`"
 
     def G6(self) -> str:
         from test_keep_going import KILLS, killed_under_keep_going, killed_under_max_restarts
@@ -123,8 +123,8 @@ class Chaos:
         outer = killed_under_keep_going(self.recipe, self.room("outer"))
         inner = killed_under_max_restarts(self.recipe, self.room("inner"))
         return (
-            f"process 0 of two killed in {KILLS} saves: started again by `acc-lm keep-going`, and by `accelerate launch --rdzv_backend c10d "
-            f"--max_restarts 5` | both ended bit for bit like a run that was never touched, with {KILLS} restarts; {outer:.0f} s and {inner:.0f} s"
+            f"process 0 of two killed in {KILLS} saves, restarted by `acc-lm keep-going`, and by `accelerate launch --rdzv_backend c10d "
+            f"--max_restarts 5` | both runs ended bit for bit like an uninterrupted one, with {KILLS} restarts; {outer:.0f} s and {inner:.0f} s"
         )
 
     def G7(self) -> str:
@@ -133,8 +133,8 @@ class Chaos:
         runs = finished_runs(self.recipe, self.room("damages"))
         counts = [damage_everything(run, self.room(f"damaged-{kind}")) for kind, run in runs.items()]
         return (
-            f"every file of a checkpoint {', '.join(DAMAGES)}, in checkpoints of {', '.join(runs)} | {sum(counts)} of {sum(counts)} damages "
-            "were found and named, and the checkpoint before was used"
+            f"every file of a checkpoint {', '.join(DAMAGES)}, in checkpoints of {', '.join(runs)} | {sum(counts)} of {sum(counts)} damaged "
+            "files were detected and named, and the previous checkpoint was used"
         )
 
     def G8(self) -> str:
@@ -143,8 +143,8 @@ class Chaos:
         began = time.monotonic()
         how_full = fill_levels(self.recipe, self.room("disk"))
         return (
-            f"disk full at {len(LEVELS)} levels from {min(LEVELS)} % to {max(LEVELS)} % of a checkpoint ({how_full}) | each time exit code 8 and one line, "
-            f"nothing half written, and the next run went on from the checkpoint before; the last one ended bit for bit like one that was never touched; {time.monotonic() - began:.0f} s"
+            f"disk full at {len(LEVELS)} levels from {min(LEVELS)} % to {max(LEVELS)} % of a checkpoint ({how_full}) | each time exit code 8 and one error line, "
+            f"nothing half written, and the next run resumed from the previous checkpoint; the last run ended bit for bit like an uninterrupted one; {time.monotonic() - began:.0f} s"
         )
 
     def G9(self) -> str:
@@ -152,29 +152,29 @@ class Chaos:
 
         way, worst, num_rows = go_elastic(self.recipe, self.room("elastic"))
         return (
-            f"one run through {way}, ended by kill -9, SIGTERM, the file STOP and the time limit | each of {num_rows} rows once per epoch; "
-            f"learning rates equal; losses within {worst:.0e} of one process that was never interrupted"
+            f"one run moved through {way}, interrupted by kill -9, SIGTERM, the file STOP and the time limit | each of {num_rows} rows once per epoch; "
+            f"learning rates equal; losses within {worst:.0e} of one uninterrupted process"
         )
 
     def G11(self) -> str:
         count, seconds = self.all_pass("test_tracking.py")
         return (
-            f"trackers without a key, refused, never answered, switched off, not installed, on a full disk, raising, slow, hanging | {count} of "
-            f"{count} tests: the result is that of a run without any, with one warning; offline and after every interruption each step once, in order; {seconds:.0f} s"
+            f"trackers without a key, refused, without an answer, switched off, not installed, on a full disk, raising, slow, hanging | {count} of "
+            f"{count} tests: the result equals that of a run without trackers, with one warning; offline and after every interruption, each step appears once, in order; {seconds:.0f} s"
         )
 
     def G12(self) -> str:
         count, seconds = self.all_pass("test_trust.py")
         return (
-            f"pickles and code planted in checkpoints, caches and model folders, paths that lead outside, secrets in every place they may stand | {count} of "
-            f"{count} tests: nothing was executed, nothing written outside, no secret in any file or line; {seconds:.0f} s"
+            f"pickles and code planted in checkpoints, caches and model folders, paths that lead outside, secrets in every possible place | {count} of "
+            f"{count} tests: nothing was executed, nothing was written outside, no secret appeared in any file or line; {seconds:.0f} s"
         )
 
     def resuming(self) -> str:
         from test_time_to_resume import seconds_to_resume
 
         early, late, which = seconds_to_resume(self.recipe, self.room("resuming"))
-        return f"at 1 % and at 99 % of {which} | {early:.2f} s and {late:.2f} s from the start to the end of the first step, imports apart"
+        return f"at 1 % and at 99 % of {which} | {early:.2f} s and {late:.2f} s from the start to the end of the first step, without imports"
 
     def G10(self) -> str:
         from backends import Scenario
@@ -184,15 +184,15 @@ class Chaos:
         worst = max(difference for row in matrix.values() for difference, _ in row.values())
         self.matrix = [
             "",
-            "Largest relative difference of loss and gradient norm from one process that was never interrupted, in the ten steps after the load; "
-            "`=`: and bit for bit what the writer itself went on to do. Rows wrote, columns read.",
+            "Largest relative difference of loss and gradient norm from one uninterrupted process, in the ten steps after the load; "
+            "`=`: also bit for bit equal to the writer's own continuation. The engine of the row wrote, the engine of the column read.",
             "",
             f"| | {' | '.join(ENGINES)} |",
             "|---" * (len(ENGINES) + 1) + "|",
         ]
         for writer, row in matrix.items():
             self.matrix.append(f"| {writer} | {' | '.join(f'{row[r][0]:.0e}' + ' =' * row[r][1] for r in ENGINES)} |")
-        return f"every engine's checkpoint read by every engine, the 10 steps after it | {len(matrix)} x {len(matrix)} pairs within {worst:.0e}; table below"
+        return f"every engine's checkpoint read by every engine, then 10 steps | {len(matrix)} x {len(matrix)} pairs within {worst:.0e}; table below"
 
 
 def main() -> None:
@@ -200,15 +200,15 @@ def main() -> None:
     parser.add_argument("page", nargs="?", type=Path)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--launcher-kills", type=int, default=20)
-    parser.add_argument(
-        "--only", metavar="G6,G8", help=f"single ones of {', '.join(GATES)}; a page keeps its other rows"
-    )
+    parser.add_argument("--only", metavar="G6,G8", help=f"some of {', '.join(GATES)}; a page keeps its other rows")
     known = parser.parse_args()
     only = known.only.split(",") if known.only else list(GATES)
     if unknown := set(only) - set(GATES):
         parser.error(f"--only must name gates of {', '.join(GATES)}, got {', '.join(sorted(unknown))}")
     if known.page and known.only and "G10" in only:
-        parser.error("--only must leave out G10 with a page, whose table is made with all gates, got G10")
+        parser.error(
+            "--only must leave out G10 when a page is given, got G10; its table is made only in a complete run"
+        )
     from acc_lm.studies.tables import machine_line
 
     chaos = Chaos(Path(tempfile.mkdtemp(prefix="acc-lm-chaos-")), known.kills, known.launcher_kills)
@@ -221,7 +221,7 @@ def main() -> None:
         "",
         machine_line(),
         "",
-        "| gate | what was done | what came of it |",
+        "| gate | what was done | result |",
         "|---|---|---|",
         *rows.values(),
         *chaos.matrix,
@@ -239,7 +239,7 @@ def write(page: Path, lines: list[str], some: dict[str, str] | None) -> None:
         lines = [
             some.get(line.split("|")[1].strip(), line) if line.startswith("| ") else line for line in block.splitlines()
         ]
-        lines.append(f"\n{','.join(some)} anew: {machine_line()}")
+        lines.append(f"\nMeasured again later, {', '.join(some)}: {machine_line()}")
     replace_block(page, "chaos", "\n".join(lines))
 
 

@@ -1,7 +1,7 @@
-"""Try arbitrary input on every property of tests/support/fuzz.py for some minutes, and write down how much and what came of it.
+"""Try generated input on every property of tests/support/fuzz.py for some minutes, and record the counts and outcomes.
 
 python benchmarks/fuzz.py --minutes 10 docs/promises/reliability.md       (make fuzz MINUTES=10)
-python benchmarks/fuzz.py --only "files of text" --seed 7        one of them, from a seed that failed
+python benchmarks/fuzz.py --only "files of text" --seed 7        one property, from a seed that failed
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 AT_ONCE = {False: 100, True: 10}
-"""Inputs of one seed, after which the clock is looked at; fewer where each starts processes."""
+"""Inputs per seed, after which the time limit is checked; fewer where each input starts processes."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", nargs="?", type=Path, help="with a block of this name that is replaced")
+    parser.add_argument("page", nargs="?", type=Path, help="page whose block `fuzz` is replaced")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--only", help="one property")
-    parser.add_argument("--seed", type=int, default=0, help="of the first inputs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first inputs")
     arguments = parser.parse_args()
 
     from fuzz import PROPERTIES
@@ -58,7 +58,7 @@ def main() -> None:
         "",
         machine_line(),
         "",
-        "| what was made up | inputs | what became of them | tracebacks and wrong results, each kind once |",
+        "| generated input | count | outcomes | distinct tracebacks and wrong results |",
         "|---|---|---|---|",
         *rows,
     ]
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def try_inputs(checked: Property, seed: int, seen: Counter[str], failed: dict[str, str]) -> None:
-    """The inputs of one seed; what fails is made smaller and remembered by the place where it failed."""
+    """Try the inputs of one seed; shrink a failing input and store it under the place where it failed."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as from_seed
 

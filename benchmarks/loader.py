@@ -2,7 +2,7 @@
 
     python benchmarks/loader.py
 
-Goal: at least 100 million tokens per second of CPU time at rows of 1024 tokens, 16 rows a batch.
+Goal: at least 100 million tokens per second of CPU time at rows of 1024 tokens, 16 rows per batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS, LENGTH, BATCH, STEPS, ROUNDS = 50_000_000, 1024, 16, 1000, 5
 
 
 def rounds(tokens: int = TOKENS, length: int = LENGTH, batch_size: int = BATCH, steps: int = STEPS) -> Iterator[float]:
-    """Tokens per CPU second, of one round after the other, as often as it is asked."""
+    """Yield the tokens per CPU second of one round after the other, without end."""
     torch.set_num_threads(1)
     with tempfile.NamedTemporaryFile() as file:
         np.random.RandomState(0).randint(0, 50_000, tokens).astype(np.uint16).tofile(file.name)

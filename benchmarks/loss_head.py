@@ -1,8 +1,8 @@
-"""Time and memory of the loss head beside transformers' plain path, at 1024 positions x 50,304 words.
+"""Time and memory of the loss head compared with transformers' plain path, at 1024 positions x 50,304 ids.
 
     python benchmarks/loss_head.py
 
-Each measurement is a process of its own; the contenders take turns, and the median of the rounds counts.
+Each measurement is a separate process; the contenders take turns, and the median of the rounds counts.
 Goals: at most 1.05 x the CPU time and 0.35 x the extra memory of the plain path.
 """
 
@@ -23,7 +23,7 @@ ROUNDS, STEPS = 5, 3
 def measure(
     contender: str, num_positions: int = POSITIONS, hidden_size: int = HIDDEN, vocab_size: int = VOCABULARY
 ) -> dict[str, float]:
-    """CPU seconds of one forward and backward pass, and MB of memory above what the inputs take."""
+    """CPU seconds of one forward and backward pass, and MB of memory in addition to the inputs."""
     import torch
     from torch import nn
 
@@ -36,7 +36,7 @@ def measure(
     targets = torch.randint(0, vocab_size, (1, num_positions))
 
     def plain() -> torch.Tensor:
-        logits = head(hidden).float()  # as transformers does it: whole logits, in fp32
+        logits = head(hidden).float()  # as transformers does it: complete logits, in fp32
         return nn.functional.cross_entropy(logits.view(-1, vocab_size), targets.view(-1), reduction="sum")
 
     def step() -> float:
@@ -55,13 +55,13 @@ def measure(
 
 
 def peak_kilobytes() -> int:
-    """Most memory that this program had. Not getrusage's: that one goes on from whoever started it."""
+    """Peak memory of this program. Not from getrusage, whose value includes the parent process."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1])
 
 
 def samples(rounds: int = ROUNDS, *sizes: int) -> dict[str, list[dict[str, float]]]:
-    """Of each contender, one a round; `sizes` are positions, hidden size and vocabulary."""
+    """Samples of each contender, one per round; `sizes` are positions, hidden size and vocabulary."""
     taken: dict[str, list[dict[str, float]]] = {"plain": [], "fused": []}
     for _ in range(rounds):
         for contender, mine in taken.items():

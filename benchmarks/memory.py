@@ -1,10 +1,10 @@
-"""Peak memory of a process on every sharding engine, against the arithmetic of docs/guides/strategies.md.
+"""Peak memory of a process on every sharding engine, compared with the formulas of docs/guides/strategies.md.
 
-    python benchmarks/memory.py [docs/promises/parity.md]      # prints the table, and puts it into the page
+    python benchmarks/memory.py [docs/promises/parity.md]      # prints the table, and writes it into the page
 
-Measured on CPU processes: the bytes of all tensors alive, around every block and before the update, over three steps. Buffers
-of the communication library are no tensors and not in it. The rows are short, so that activations are small and
-parameters, gradients and optimizer state are left.
+Measured on CPU processes: the bytes of all live tensors, around every block and before the update, over three steps. Buffers
+of the communication library are not tensors and not included. The rows are short, so that activations are small compared with
+parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MODEL = {
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
 }
-# Bytes per parameter in fp32 that stay on every process, and those that are shared out over N processes. DeepSpeed keeps fp32
-# weights to update beside those that it computes with, also when these are fp32 already, and from stage 2 on a copy of the
-# gradient's share at the update.
+# Bytes per parameter in fp32 that every process keeps in full, and those that are sharded over N processes. DeepSpeed keeps fp32
+# master weights in addition to those that it computes with, even if these are already fp32, and from stage 2 on a copy of the
+# gradient's shard at the update.
 WHOLE_AND_SHARED = {
     "ddp": (4 + 4 + 8, 0),
     "fsdp2": (0, 4 + 4 + 8),
@@ -48,7 +48,7 @@ WHOLE_AND_SHARED = {
     "deepspeed_zero2": (4, 4 + 4 + 4 + 8),
     "deepspeed_zero3": (0, 4 + 4 + 4 + 4 + 8),
 }
-# By its defaults ZeRO-3 keeps a billion gathered parameters, which is all of this model: here it lets go of each block.
+# By default ZeRO-3 keeps a billion gathered parameters, which is all of this model; with these settings it frees each block.
 ZERO3 = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -67,7 +67,7 @@ ZERO3 = {
 
 
 class Sampler:
-    """Bytes of all tensors that are alive, looked at where there can be most: around every block, and before the update."""
+    """Bytes of all live tensors, sampled where they peak: around every block, and before the update."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -99,7 +99,7 @@ class Sampler:
 
 
 def measure() -> dict[str, float]:
-    """Trains three steps; called in every process."""
+    """Train three steps and return the peaks, in bytes; called in every process."""
     import backends
 
     from acc_lm import runtime
@@ -115,7 +115,7 @@ def measure() -> dict[str, float]:
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config)
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
-    gc.freeze()  # what exists by now is not looked at again
+    gc.freeze()  # exempt everything loaded so far from gc.get_objects
     sampler = Sampler()
     sampler.look()
     before, sampler.most = sampler.most, 0
@@ -164,11 +164,11 @@ def main(page: Path | None) -> None:
 
     assert conftest
     lines = [
-        "`python benchmarks/memory.py docs/promises/parity.md`: the most memory that tensors of a process took in three steps in fp32, in MB.",
+        "`python benchmarks/memory.py docs/promises/parity.md`: peak memory of the tensors of one process over three steps in fp32, in MB.",
         "",
         machine_line(),
         "",
-        "| engine | processes | arithmetic: bytes per parameter | arithmetic | measured | ratio | while starting, on another than the first process |",
+        "| engine | processes | formula: bytes per parameter | by formula | measured | ratio | peak at the start, on a process other than the first |",
         "|---|---|---|---|---|---|---|",
     ]
     ds_file = Path(tempfile.mkdtemp()) / "zero3.json"
@@ -186,16 +186,20 @@ def main(page: Path | None) -> None:
         parameters, block = results[0]["parameters"], results[0]["block"]
         expected = parameters * (whole + shared / count)
         formula = " + ".join(part for part in (str(whole) if whole else "", f"{shared}/N" if shared else "") if part)
-        if name == "fsdp2":  # the block at work and the next one, whole: weights and gradients
+        if name == "fsdp2":  # the current block and the next one, gathered: weights and gradients
             expected += 16 * block
-            formula += ", and 8 of two blocks"
+            formula += " + 8 for two blocks"
         if name == "deepspeed_zero3":  # nothing is gathered at the update
             expected = max(expected, parameters * (shared - 4) / count + 16 * block)
-            formula += f", or {shared - 4}/N and 8 of two blocks"
+            formula += f", or {shared - 4}/N + 8 for two blocks"
         line = f"| {name} | {count} | {formula} | {expected / 1e6:.0f} | {peak / 1e6:.0f} | {peak / expected:.2f} | {results[1]['start'] / 1e6:.0f} |"
         print(line, flush=True)
         lines.append(line)
-    lines += ["", f"{parameters / 1e6:.1f} M parameters, of which a block has {block / 1e6:.1f} M."]
+    lines += [
+        "",
+        f"The model has {parameters / 1e6:.1f} M parameters, {block / 1e6:.1f} M of them in each block. *8 for two blocks*: 8 bytes for each "
+        "parameter of two gathered blocks.",
+    ]
     if page:
         replace_block(page, "memory", "\n".join(lines))
 

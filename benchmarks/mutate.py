@@ -1,10 +1,10 @@
-"""Plant single faults in the modules that decide numbers, and see whether their tests notice.
+"""Mutation testing: plant single faults in the modules that decide numbers, and check whether their tests notice.
 
 python benchmarks/mutate.py docs/promises/reliability.md              (make mutate) a sample of each module
 python benchmarks/mutate.py --only losses --sample 0         all of one module
 
-Each fault is one operator, comparison, number, condition or statement. A fault that no test notices is listed with its line: either
-a test is missing, or the fault changes nothing that can be seen.
+Each fault changes one operator, comparison, number, condition or statement. A fault that no test notices is listed with its line:
+either a test is missing, or the fault has no visible effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TESTS = {
     "chat/items": "chat conversations",
     "optimization/schedule": "schedule muon config",
 }
-"""Test files of each module, those first that are fastest to notice; before them run the tests that noticed earlier faults."""
+"""Test files of each module, the fastest to notice a fault first; tests that noticed earlier faults run before them."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -69,7 +69,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 SECONDS = 900
-"""For the tests of a module without a fault. With one they have three times what they took, and at least a minute."""
+"""Time limit for the tests of a module without a fault. With a fault it is three times what they took, at least a minute."""
 IMPORTED = (
     "torch",
     "torch.distributed.fsdp",
@@ -86,10 +86,10 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 )
-PASSED, FAILED, ENDLESS, BROKEN = "not noticed", "noticed", "does not end", "cannot be imported"
+PASSED, FAILED, ENDLESS, BROKEN = "not noticed", "noticed", "hung", "could not be imported"
 OUTCOME_NAMES = (PASSED, FAILED, ENDLESS, BROKEN)
 OUTCOMES = {0: PASSED, 1: FAILED}
-"""By the exit code of pytest; any other says that no test was run."""
+"""Outcome by pytest's exit code; any other code means that no test was run."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Fault:
     line: int
     what: str
     source: str
-    """Of the whole module, with it."""
+    """Source of the complete module, with the fault."""
     seconds: float = SECONDS
-    """For its tests."""
+    """Time limit of its tests."""
 
 
 def faults_of(module: str) -> list[Fault]:
-    """Every fault that can be planted in a module."""
+    """All faults that can be planted in a module."""
     tree = ast.parse((ROOT / f"src/acc_lm/{module}.py").read_text())
     number = sum(1 for _ in _changes(copy.deepcopy(tree)))
     found = []
@@ -116,7 +116,7 @@ def faults_of(module: str) -> list[Fault]:
 
 
 def _changes(tree: ast.Module, wanted: int | None = None) -> Iterator[tuple[int, str]]:
-    """(line, what) of each change, in order; the one of this number is made."""
+    """(line, description) of each possible change, in order; the change with number `wanted` is applied."""
     number = -1
 
     def is_wanted() -> bool:
@@ -129,15 +129,15 @@ def _changes(tree: ast.Module, wanted: int | None = None) -> Iterator[tuple[int,
         if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
             if is_wanted():
                 node.ops[0] = SWAPS[type(node.ops[0])]()  # type: ignore[call-overload]
-            yield node.lineno, f"`{before}` compared otherwise"
+            yield node.lineno, f"`{before}`: comparison changed"
         elif isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in SWAPS:
             if is_wanted():
                 node.op = SWAPS[type(node.op)]()  # type: ignore[call-overload]
-            yield node.lineno, f"`{before}` with another operator"
+            yield node.lineno, f"`{before}`: operator changed"
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
             if is_wanted():
                 _put(parent, field, index, node.operand)
-            yield node.lineno, f"`{before}` without its sign"
+            yield node.lineno, f"`{before}`: sign removed"
         elif (
             isinstance(node, ast.Constant)
             and isinstance(node.value, bool | int | float)
@@ -146,18 +146,18 @@ def _changes(tree: ast.Module, wanted: int | None = None) -> Iterator[tuple[int,
             value, where = node.value, ast.unparse(parent).splitlines()[0][:60]
             if is_wanted():
                 node.value = not value if isinstance(value, bool) else value + 1
-            yield node.lineno, f"`{value}` in `{where}` another one"
+            yield node.lineno, f"`{value}` in `{where}`: value changed"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if is_wanted():
                 _put(parent, field, index, ast.Pass())
-            yield node.lineno, f"`{before.splitlines()[0][:60]}` left out"
+            yield node.lineno, f"`{before.splitlines()[0][:60]}`: removed"
         if isinstance(node, ast.If | ast.IfExp | ast.While) and not isinstance(
             node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
         ):
             test = ast.unparse(node.test)
             if is_wanted():
                 node.test = ast.UnaryOp(ast.Not(), node.test)
-            yield node.lineno, f"`if {test}` the other way round"
+            yield node.lineno, f"`if {test}`: condition negated"
 
 
 def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
@@ -168,7 +168,7 @@ def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
 
 
 def _nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """(parent, field, place in it, node) of all that is executed and decides something: no annotations, messages or assertions."""
+    """(parent, field, index in it, node) of all code that decides something: no annotations, messages or assertions."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "defaults"):
             continue
@@ -185,10 +185,10 @@ def _nodes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", nargs="?", type=Path, help="with a block `mutate` that is replaced")
+    parser.add_argument("page", nargs="?", type=Path, help="page whose block `mutate` is replaced")
     parser.add_argument("--only", choices=list(TESTS))
-    parser.add_argument("--sample", type=int, default=20, help="faults of each module; 0: all (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--sample", type=int, default=20, help="number of faults per module; 0: all (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     chosen: list[Fault] = []
@@ -201,7 +201,7 @@ def main() -> None:
 
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in IMPORTED:
-        importlib.import_module(name)  # once, for all that are forked; nothing of acc_lm
+        importlib.import_module(name)  # once, before forking; no module of acc_lm
     from tqdm import tqdm
 
     os.environ["NOTICED"] = tempfile.mkdtemp(prefix="acc-lm-noticed-")
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def report(found: list[tuple[Fault, str]], planted: dict[str, int], options: str) -> list[str]:
-    """Table of the modules and list of the faults that were not noticed, as Markdown lines."""
+    """Markdown lines: a table of the modules, and a list of the faults that were not noticed."""
     from acc_lm.studies.tables import machine_line
 
     def count(module: str, *outcomes: str) -> int:
@@ -250,7 +250,7 @@ def report(found: list[tuple[Fault, str]], planted: dict[str, int], options: str
         "",
         machine_line(),
         "",
-        "| module | possible | planted | failed a test | ended in a hang or could not be imported | not noticed |",
+        "| module | possible | planted | failed a test | hung or could not be imported | not noticed |",
         "|---|---|---|---|---|---|",
         *rows,
         "",
@@ -259,7 +259,7 @@ def report(found: list[tuple[Fault, str]], planted: dict[str, int], options: str
 
 
 def _try(fault: Fault) -> tuple[Fault, str, float]:
-    """Run the tests of its module with the fault in place; what came of it, and the seconds it took."""
+    """Run the tests of the fault's module with the fault in place; return the outcome and the seconds."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="acc-lm-mutate-", ignore_cleanup_errors=True) as folder:
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -281,7 +281,7 @@ def _try(fault: Fault) -> tuple[Fault, str, float]:
                 break
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # and all that it left
+            os.killpg(pid, signal.SIGKILL)  # and every process it left running
         if outcome == ENDLESS:
             os.waitpid(pid, 0)
         if outcome != PASSED and not fault.line:
@@ -290,7 +290,7 @@ def _try(fault: Fault) -> tuple[Fault, str, float]:
 
 
 class _Noticed:
-    """A pytest plugin: the tests that noticed earlier faults of a module run first, the last of them before all others."""
+    """Pytest plugin: run the tests that noticed earlier faults of a module first, the most recent one before all others."""
 
     def __init__(self, module: str) -> None:
         self.file = Path(os.environ["NOTICED"], module.replace("/", "."))
@@ -309,7 +309,7 @@ class _Noticed:
 def _run_tests(folder: str, module: str, output: Path) -> None:
     code = 1
     try:
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a data loader has workers
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon could not start a data loader's workers
         os.chdir(folder)
         with output.open("wb", buffering=0) as file:
             os.dup2(file.fileno(), 1)

@@ -2,8 +2,8 @@
 
     python benchmarks/optimizers.py [docs/measured/performance.md]      # eleven short runs on one core
 
-Every run sees the same tokens in the same order, from the same weights. The rate that is best for an optimizer is run
-again with other seeds, which change weights and order: a difference within their spread is none.
+Every run starts from the same weights and sees the same tokens in the same order. The best rate of each optimizer is run
+again with other seeds, which change weights and order; a difference within their spread does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 RATES = {"adamw": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)}
 OF_THE_REST = 6e-3
-"""Under muon, of what AdamW updates: what AdamW likes best."""
+"""Rate of the parameters that muon leaves to AdamW: AdamW's best."""
 OTHER_SEEDS = (43, 44)
 STEPS, ROWS, LENGTH, EVERY = 400, 16, 128, 20
 RECIPE = [
@@ -46,7 +46,7 @@ RECIPE = [
 
 
 def run(name: str, rate: float, seed: int, folder: Path) -> dict[int, float]:
-    """Held-out loss by step."""
+    """Train once and return the held-out loss by step."""
     from processes import run_training
 
     from acc_lm.run_files.metrics_file import read
@@ -66,12 +66,12 @@ def main(page: Path | None) -> None:
     tokens = STEPS * ROWS * LENGTH
     lines = [
         f"`python benchmarks/optimizers.py docs/measured/performance.md`: a Llama of 0.15 million weights on the bytes of Python's standard library, {tokens:,} "
-        "tokens, cosine schedule; loss on held-out text in nats per byte. Under muon AdamW's part "
-        f"has the peak rate {OF_THE_REST:g}.",
+        "tokens, cosine schedule; loss on held-out text in nats per byte. Under muon, the parameters left to AdamW "
+        f"have the peak rate {OF_THE_REST:g}.",
         "",
         machine_line(),
         "",
-        "| optimizer | learning rate | loss at the end | with other seeds | tokens to AdamW's best end |",
+        "| optimizer | learning rate | final loss | with other seeds | tokens until AdamW's best final loss |",
         "|---|---|---|---|---|",
     ]
     curves: dict[tuple[str, float], list[dict[int, float]]] = {}

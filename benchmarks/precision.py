@@ -1,4 +1,4 @@
-"""How far the backends are from one process in each precision, and what they send; the table of docs/promises/parity.md.
+"""Differences of the backends from one process in each precision, and their collectives; the tables of docs/promises/parity.md.
 
     python benchmarks/precision.py [docs/promises/parity.md]
 
@@ -27,7 +27,7 @@ def main(page: Path | None) -> None:
     assert conftest
     lines = [
         "`python benchmarks/precision.py docs/promises/parity.md`: largest relative difference of loss, gradient norm and evaluation from one "
-        "process, over 20 steps; the worse of a tied GPT-2 and an untied Llama (float64: each of them, Llama's RMSNorm computes in float32).",
+        "process, over 20 steps. The worse of a tied GPT-2 and an untied Llama; in float64 both, because Llama's RMSNorm computes in float32.",
         "",
         machine_line(),
         "",
@@ -51,11 +51,11 @@ def main(page: Path | None) -> None:
         print(lines[-1], flush=True)
     lines += [
         "",
-        "DeepSpeed updates in float32 whatever the model is in: `model.dtype must be float32 under DeepSpeed`, says the refusal.",
+        "DeepSpeed always updates in float32 and refuses float64 with `model.dtype must be float32 under DeepSpeed`.",
         "",
-        "What is sent in one optimizer step of four micro-batches (GPT-2, two blocks, two processes), in calls of torch's c10d. FSDP2 gathers the "
-        "weights of its four units (two blocks, the tied embedding with norm and head, the position embedding) and scatters their gradients in "
-        "every micro-batch; DDP sends each gradient once.",
+        "Collectives of one optimizer step of four micro-batches (GPT-2, two blocks, two processes), as calls of torch's c10d. In every "
+        "micro-batch FSDP2 gathers the weights of its four units (two blocks, the tied embedding with norm and head, the position embedding) and "
+        "reduce-scatters their gradients; DDP sends each gradient once.",
         "",
         "| backend | calls |",
         "|---|---|",

@@ -1,9 +1,9 @@
-"""What a checkpoint costs: its speed beside a raw write, and what a save behind the training takes from it.
+"""Cost of a checkpoint: its speed compared with a raw write, and the training time that a save in the background takes.
 
     python benchmarks/saving.py [docs/promises/reliability.md]
 
-The contenders take turns; the median of the rounds counts. Goals: a save at 0.85 of the speed of a raw write of the same bytes
-that is flushed to the disk, and behind the training at most 3 % of the steps' time.
+The contenders take turns; the median of the rounds counts. Goals: a save reaches 0.85 of the speed of a raw write of the same
+bytes with a flush to disk, and a save in the background costs at most 3 % of the steps' time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"
 
 ROUNDS, WINDOWS, STEPS = 5, 5, 8
+SYNCHRONOUS, BACKGROUND = "synchronous", "in the background"
 RECIPE = """
 model: {config: {model_type: gpt2, n_embd: 384, n_layer: 6, n_head: 6, n_positions: 256, vocab_size: 8192}}
 tokenizer: {kind: byte}
@@ -35,22 +36,22 @@ training: {max_steps: 1000, global_batch_size: 4, micro_batch_size: 4}
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one process, in seconds."""
+    """Times of one process, in seconds."""
 
     num_bytes: int
     times: dict[str, list[float]]
-    """One of each round: `raw`, a write of the same bytes flushed to the disk, and `save`."""
+    """One sample per round: `raw`, a write of the same bytes with a flush to disk, and `save`."""
     windows: dict[str, list[float]]
-    """Steps with no save among them, with one in front of the training, and with one behind it."""
+    """Durations of windows of steps: without a save, with a synchronous one, and with one in the background."""
     held: dict[str, float]
-    """Seconds that the loop stood still in all windows."""
+    """Seconds for which the saves of all windows blocked the loop."""
 
 
 class Trial:
     """A small model that can take steps and be saved.
 
     Args:
-        hidden_size: of the model.
+        hidden_size: hidden size of the model.
     """
 
     def __init__(self, folder: Path, hidden_size: int) -> None:
@@ -107,7 +108,7 @@ class Trial:
         saver.save(self.model, self.optimizer, self.progress, None)
 
     def tensors(self) -> list[Any]:
-        """Every weight with its moments."""
+        """All weights and their moments."""
         return [
             state
             for p in self.model.parameters()
@@ -115,7 +116,7 @@ class Trial:
         ]
 
     def write_raw(self) -> None:
-        """The same bytes in one file, without anything that a checkpoint has around them."""
+        """Write the same bytes into one file, without checksum, manifest or rename."""
         with (self.folder / "raw").open("wb", buffering=0) as file:
             for tensor in self.tensors():
                 file.write(tensor.contiguous().view(-1).numpy().data)
@@ -129,7 +130,7 @@ class Trial:
         return time.perf_counter() - began
 
     def window(self, saver: Saver | None) -> float:
-        """Seconds of `STEPS` steps, after the first of which the saver saves."""
+        """Seconds of `STEPS` steps; the saver, if any, saves after the first of them."""
         os.sync()
         began = time.perf_counter()
         for number in range(STEPS):
@@ -146,27 +147,27 @@ def measure(rounds: int = ROUNDS, windows: int = WINDOWS, hidden_size: int = 384
     folder = Path(tempfile.mkdtemp(prefix="acc-lm-saving-"))
     trial = Trial(folder, hidden_size)
     trial.step()
-    front, behind = (
+    front, background = (
         trial.saver("front", "checkpoint.keep_last=2"),
-        trial.saver("behind", "checkpoint.asynchronous=true"),
+        trial.saver("background", "checkpoint.asynchronous=true"),
     )
     size = sum(tensor.numel() * tensor.element_size() for tensor in trial.tensors())
     times: dict[str, list[float]] = {"raw": [], "save": []}
     for _ in range(rounds):
-        trial.step()  # another folder each time
+        trial.step()  # a new step number, so a new folder
         times["raw"].append(trial.timed(trial.write_raw))
         times["save"].append(trial.timed(lambda: trial.save(front)))
-    contenders: dict[str, Saver | None] = {"no save": None, "in front": front, "behind": behind}
+    contenders: dict[str, Saver | None] = {"no save": None, SYNCHRONOUS: front, BACKGROUND: background}
     took: dict[str, list[float]] = {name: [] for name in contenders}
     held: dict[str, float] = {}
     if windows:
         for saver in contenders.values():
             trial.window(saver)
-        held = {"in front": front.seconds_held, "behind": behind.seconds_held}
+        held = {SYNCHRONOUS: front.seconds_held, BACKGROUND: background.seconds_held}
     for _ in range(windows):
         for name, saver in contenders.items():
             took[name].append(trial.window(saver))
-    stood = {"in front": front.seconds_held, "behind": behind.seconds_held}
+    stood = {SYNCHRONOUS: front.seconds_held, BACKGROUND: background.seconds_held}
     shutil.rmtree(folder)
     return Measured(size, times, took, {name: stood[name] - before for name, before in held.items()})
 
@@ -191,9 +192,9 @@ def main() -> None:
         f"| raw write and fsync of the same bytes | {speed['raw']:.0f} | 1 |",
         f"| checkpoint: write, fsync, checksum, manifest, rename | {speed['save']:.0f} | {ratio:.2f} |",
         "",
-        f"{STEPS} steps with one save among them, {WINDOWS} windows of each, taking turns:",
+        f"{STEPS} steps with one save among them, {WINDOWS} windows of each kind in turn:",
         "",
-        "| save | seconds | above no save | the loop stands still for |",
+        "| save | seconds | more than without a save | a save blocks training for |",
         "|---|---|---|---|",
         f"| none | {plain:.2f} | | |",
     ]

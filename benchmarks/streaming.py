@@ -1,9 +1,9 @@
-"""Tokens per second of both doors, beside the tokenizer's own speed, per second of CPU of all processes that take part.
+"""Tokens per CPU second of streams and of rows on disk, compared with the tokenizer alone; CPU time of all processes counts.
 
     python benchmarks/streaming.py [docs/guides/data.md]
 
-A file is written into between its `<!-- streaming -->` lines. Text: the Python standard library's source in shards, and a
-byte-level BPE of 8,192 ids made from it; one thread per process. Goal: streams reach 0.8 of the tokenizer's own speed.
+The table replaces what is between the `<!-- streaming -->` lines of a file. Text: the Python standard library's source in
+shards, and a byte-level BPE of 8,192 ids trained on it; one thread per process. Goal: streams reach 0.8 of the tokenizer's own speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from acc_lm.text.tokenizer import make_tokenizer, text_encoder
 NUM_SHARDS, NUM_STREAMS, LENGTH, BATCH, ROUNDS = 8, 4, 1024, 16, 5
 FORMATS = ("jsonl", "parquet")
 WARM_UP, STREAMED, FROM_DISK = 10, 200, 2000
-"""Steps: before the clock runs, of a stream, from disk."""
+"""Numbers of steps: before timing starts, timed from a stream, timed from disk."""
 MARK = "<!-- streaming -->\n"
 
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(texts: list[str], tokenizer: Any, folder: Path) -> list[str]:
-    """The table; every round measures each door once, so that a slow minute of the machine meets them all."""
+    """Return the lines of the table. Each round measures every case once, so that a slow minute of the machine affects all of them."""
     encoder = text_encoder(tokenizer)
     speeds: dict[str, list[float]] = {}
 
@@ -67,10 +67,10 @@ def measure(texts: list[str], tokenizer: Any, folder: Path) -> list[str]:
                 note(speeds, f"streams of {suffix}", partial(read_steps, data, order, WARM_UP + 1, WARM_UP + STREAMED))
         data = build(tokenizer, folder, "jsonl")
         order = data.order(0, BATCH)
-        note(speeds, "rows on disk, once they are made", partial(read_steps, data, order, 1, FROM_DISK))
+        note(speeds, "rows on disk, once built", partial(read_steps, data, order, 1, FROM_DISK))
     medians = {what: statistics.median(values) for what, values in speeds.items()}
     alone = medians["the tokenizer alone"]
-    lines = ["| | million tokens per CPU second | of the tokenizer's own speed |", "|---|---|---|"]
+    lines = ["| | million tokens per CPU second | share of the tokenizer's own speed |", "|---|---|---|"]
     lines += [f"| {what} | {speed / 1e6:.2f} | {speed / alone:.2f} |" for what, speed in medians.items()]
     met = all(medians[f"streams of {suffix}"] >= 0.8 * alone for suffix in FORMATS)
     return [
@@ -87,7 +87,7 @@ def note(speeds: dict[str, list[float]], what: str, count: Callable[[], int]) ->
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that read for it."""
+    """CPU seconds of this process and of its reader processes."""
     me = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in [me, *me.children()])
 

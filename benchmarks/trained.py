@@ -1,4 +1,4 @@
-"""What is read x what is trained x how rows are made x what it runs on: every pair of values, run; a table of docs/promises/parity.md.
+"""Data x trained weights x rows x engine: runs that cover every pair of values; a table of docs/promises/parity.md.
 
 python benchmarks/trained.py [docs/promises/parity.md]
 """
@@ -23,9 +23,12 @@ def main(page: Path | None) -> None:
     from acc_lm.studies.tables import machine_line, replace_block
 
     lines = [
-        "`python benchmarks/trained.py docs/promises/parity.md`: 10 steps, the largest relative difference of any step from one process on the same rows; "
-        "then the same launch killed with SIGKILL at its second save and started again. Every value of a column was run with every value of each "
-        "other column. For text, packed is `data.attend_across_documents: false`, padded is rows that are read as one text.",
+        "`python benchmarks/trained.py docs/promises/parity.md`:",
+        "",
+        "- 10 steps; the largest relative difference of any step from one process on the same rows.",
+        "- Then the same launch, killed with SIGKILL at its second save and started again.",
+        "- Every value of a column was run with every value of each other column.",
+        "- For text, *packed* means `data.attend_across_documents: false`; *padded* means that a row is read as one text.",
         "",
         machine_line(),
         "",

@@ -328,7 +328,7 @@ def test_a_speed_up_that_the_cores_cannot_give_is_void(monkeypatch: pytest.Monke
     rows = [ScalingRow("weak", count, 8, speed_up=speed_up) for count, speed_up in ((1, 1.0), (2, 2.05), (4, 2.4))]
     (said,) = doubts(rows, 1, load=0.5)
     assert said.startswith(
-        "weak scaling to 4 processes was 2.40 times as fast, and 2 cores allow 2: others used them meanwhile"
+        "weak scaling to 4 processes was 2.40 times as fast, and 2 cores allow 2: other programs used them meanwhile"
     )
     assert doubts(rows[:2], 1, load=0.5) == []
     assert "load average 3.00" in doubts([], 1, load=3.0)[0]

@@ -28,8 +28,9 @@ CPU_SIZES, GPU_SIZES = "4KiB,64KiB,1MiB,16MiB", "4KiB,64KiB,1MiB,16MiB,64MiB,256
 BUCKETS = (1, 5, 25, 100)
 DEFAULT_RECIPE = Path("recipes/quickstart.yaml")
 PASSED_BY = (
-    "All gradients in one bucket. The error is relative, of one gradient: PowerSGD's first that is compressed, and what it leaves out is "
-    "made up for in later steps. On gloo PowerSGD sends from callbacks that the counter does not see; the system's count over TCP has them."
+    "All gradients are in one bucket. The error is the relative error of one gradient, for PowerSGD the first that it compresses; later "
+    "steps make up for what it leaves out. On gloo, PowerSGD sends from callbacks that the counter does not see; the system's count over TCP "
+    "includes them."
 )
 # A model with 45 MB of gradients and a short computation, used when no recipe is named.
 DEFAULT_SHAPE = (
@@ -193,7 +194,7 @@ def _head(names: str) -> list[str]:
     return ["", f"| {names} |", "|" + "---|" * len(names.split(" | "))]
 
 
-SENT = "collectives | MB handed over | MB received over TCP"
+SENT = "collectives | MB passed to collectives | MB received over TCP"
 
 
 def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
@@ -201,14 +202,14 @@ def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
     rows = values["parts"]
     model = ""
     if "num_parameters" in values:
-        model = f" A step is one of a model of {values['num_parameters']:,} parameters; what it communicates is counted in one of them."
+        model = f" A step trains a model of {values['num_parameters']:,} parameters; its communication is counted in one step."
     lines = [
         f"`{values['command']}`",
         "",
         f"{values['made']}; load average before: {values['load_average_before']:.2f}.",
         "",
-        f"{values['num_processes']} processes on {values.get('device', 'cpu')}; medians of the process that takes longest, in brackets the "
-        f"fastest.{model}",
+        f"{values['num_processes']} processes on {values.get('device', 'cpu')}; medians of the slowest process, in brackets the "
+        f"fastest repeat.{model}",
     ]
     if rows.get("collectives"):
         lines += _head("collective | tensor | time | algorithm bandwidth | bus bandwidth")
@@ -225,7 +226,7 @@ def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
             lines.append(f"| {row['strategy']} | {shown} | {_milliseconds(row)} | {_sent(row)} |")
     if rows.get("memory"):
         lines += _head(
-            "`gradient_as_bucket_view` | weights, gradients and buckets hold | more than the least | gradients alone"
+            "`gradient_as_bucket_view` | memory of weights, gradients and buckets | above the minimum | gradients alone"
         )
         least = min(row["held_bytes"] or 0 for row in rows["memory"])
         for row in rows["memory"]:
@@ -233,7 +234,7 @@ def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
             shown = "not measured here | -" if held is None else f"{held / 1e6:.1f} MB | {(held - least) / 1e6:.1f} MB"
             lines.append(f"| {str(row['gradient_as_bucket_view']).lower()} | {shown} | {gradients} |")
     if rows.get("hooks"):
-        lines += _head(f"`distributed.comm_hook` | step | {SENT} | gradient off by")
+        lines += _head(f"`distributed.comm_hook` | step | {SENT} | gradient error")
         for row in rows["hooks"]:
             if "problem" in row:
                 lines.append(f"| {row['hook']} | refused: {row['problem']} | | | | |")
@@ -255,9 +256,9 @@ def _beside_data_parallel(values: dict[str, Any]) -> list[str]:
     if not found:
         return [
             *lines,
-            f"| DataParallel | not measured: one process that copies its model to several GPUs in each step needs two of them, found {values['devices']} | - |",
+            f"| DataParallel | not measured: one process that copies its model to several GPUs in each step needs at least two, found {values['devices']} | - |",
         ]
     default = [row for row in values["parts"].get("buckets", []) if row["bucket_cap_mb"] == 25][:1]
-    for name, row in (("DataParallel, one process", found[0]), *(("DDP, a process for each", row) for row in default)):
+    for name, row in (("DataParallel, one process", found[0]), *(("DDP, one process per GPU", row) for row in default)):
         lines.append(f"| {name} | {_milliseconds(row)} | {', '.join(f'{gb:.2f} GB' for gb in row['peak_memory_gb'])} |")
     return lines

@@ -178,7 +178,7 @@ def shared_cores(counts: Sequence[int]) -> list[str]:
     if num_accelerators():
         return []
     return [
-        f"{count} processes share {cores} cores: the curve shows that, and not only what they communicate"
+        f"{count} processes share {cores} cores, which limits the speed-up in addition to communication"
         for count in counts
         if count > cores
     ]

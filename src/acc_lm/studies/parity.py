@@ -287,11 +287,11 @@ def _write(
 ) -> None:
     command = " ".join(["acc-lm parity", "--config", str(recipe), *overrides])
     lines = [
-        f"`{command}`: {steps} steps, each row a launch of its own, compared with the first row step by step.",
+        f"`{command}`: {steps} steps; each row is a separate launch, compared step by step with the first row.",
         "",
         machine_line(),
         "",
-        "| case | strategy | engine | loss | gradient norm | learning rate | evaluation | rows | memory of a process | launch |",
+        "| case | strategy | engine | loss | gradient norm | learning rate | evaluation | rows | memory per process | duration |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -267,14 +267,14 @@ def doubts(rows: Sequence[ScalingRow], smallest: int, load: float) -> list[str]:
     found = []
     if load > cores / 2:
         found.append(
-            f"others used the {cores} cores before the first launch (load average {load:.2f}): the times are theirs, too"
+            f"other programs used the {cores} cores before the first launch (load average {load:.2f}), so the times include their load"
         )
     for row in rows:
         possible = min(row.num_processes, cores) / min(smallest, cores)
         if row.speed_up > 1.05 * possible:
             found.append(
                 f"{row.kind} scaling to {row.num_processes} processes was {row.speed_up:.2f} times as fast, and {cores} cores allow "
-                f"{possible:g}: others used them meanwhile, the speed-ups are void"
+                f"{possible:g}: other programs used them meanwhile, so the speed-ups are void"
             )
     return found
 
@@ -334,11 +334,11 @@ def _page(rows: Sequence[ScalingRow], values: dict[str, Any]) -> list[str]:
         "",
         "![Speed-up over the number of processes](scaling.png)",
     ]
-    for kind, title in ((STRONG, "the global batch stays"), (WEAK, "the rows of each process stay")):
-        last = " serial share | loss apart |" if kind == STRONG else ""
+    for kind, title in ((STRONG, "the global batch stays the same"), (WEAK, "the rows of each process stay the same")):
+        last = " serial share | loss difference |" if kind == STRONG else ""
         lines += ["", f"{kind.capitalize()} scaling: {title}.", ""]
         lines.append(
-            f"| processes | strategy | global batch | step | tokens/s | speed-up | efficiency |{last} memory of a process |"
+            f"| processes | strategy | global batch | step | tokens/s | speed-up | efficiency |{last} memory per process |"
         )
         lines.append("|" + "---|" * (8 + 2 * (kind == STRONG)))
         for row in (row for row in rows if row.kind == kind):
@@ -351,9 +351,9 @@ def _page(rows: Sequence[ScalingRow], values: dict[str, Any]) -> list[str]:
                 f"| {row.num_processes} | {row.strategy} | {row.global_batch_size} | {1000 * row.step_seconds:.1f} ms | "
                 f"{row.tokens_per_second:,.0f} | {row.speed_up:.2f} | {row.efficiency:.0%} |{last} {row.peak_memory_gb:.2f} GB |"
             )
-    lines += ["", "What a process hands over in a step, counted:", ""]
+    lines += ["", "Communication of one process in one step, counted:", ""]
     lines.append(
-        "| processes | strategy | collectives | MB handed over | MB sent in a ring, by arithmetic | MB received over TCP |"
+        "| processes | strategy | collectives | MB passed to collectives | MB sent in a ring, by formula | MB received over TCP |"
     )
     lines.append("|---|---|---|---|---|---|")
     for row in (row for row in rows if row.kind == STRONG and row.problem is None):
