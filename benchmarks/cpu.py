@@ -213,7 +213,7 @@ def c1_step(run: Run) -> None:
     reached = [flops / speed / seconds for seconds in ours]
     run.add(
         "C1",
-        "of one core's fp32 matrix product, char shape",
+        "share of one core's speed in an fp32 matrix product, char shape",
         "limit",
         ours=reached,
         unit="of the limit",
@@ -269,7 +269,7 @@ def c2_overhead(run: Run) -> None:
     for name in [name for name in race.samples if name.startswith("bare")]:
         above = [a - b for a, b in zip(ours, race.values(name, "cpu"), strict=True)]
         goal = Goal("median", at_most=0.30) if name == "bare loop, tuned" else None
-        run.add("C2", f"ours above the {name}", name, ours=above, unit="ms", scale=1e3, goal=goal)
+        run.add("C2", f"ours minus {name}", name, ours=above, unit="ms", scale=1e3, goal=goal)
 
 
 def ours_without(job: Job, technique: str) -> None:
@@ -335,7 +335,7 @@ def _add_bf16_gain_and_memory(run: Run, race: ring.Race) -> None:
     for name in fp32:
         run.add(
             "C10",
-            "peak memory above what was there before the model, tiny-bpe shape",
+            "peak memory in addition to the memory at the start, tiny-bpe shape",
             name,
             ours=[max(race.values("ours", "memory"))],
             theirs=[max(race.values(name, "memory"))],
@@ -675,7 +675,7 @@ def c7_loss_head(run: Run) -> None:
         run.add(
             "C7",
             f"loss head at V = {run.sizes.head[2]}, {'CPU time' if key == 'seconds' else 'memory'}",
-            "transformers' way",
+            "transformers",
             ours=[s[key] for s in samples["fused"]],
             theirs=[s[key] for s in samples["plain"]],
             unit=unit,
@@ -699,14 +699,14 @@ def c8_saving(run: Run) -> None:
     }
     run.add(
         "C8",
-        "a checkpoint's speed beside a raw write and fsync",
+        "speed of a checkpoint compared with a raw write and fsync",
         "raw write",
         ours=speed["save"],
         theirs=speed["raw"],
         unit="MiB/s",
         goal=Goal(at_least=0.85),
         higher_is_better=True,
-        note="what a save behind the training costs: docs/promises/reliability.md",
+        note="cost of a save in the background: docs/promises/reliability.md",
     )
 
 
@@ -740,7 +740,7 @@ def c9_resume(run: Run) -> None:
     run.samples["C9"] = times
     run.add(
         "C9",
-        f"time to the first batch after {run.sizes.seen:,} batches, beside after none",
+        f"time to the first batch after {run.sizes.seen:,} batches, compared with after none",
         "ours at the start",
         ours=times["late"],
         theirs=times["start"],
@@ -839,7 +839,7 @@ def c13_growth(run: Run) -> None:
             for goal in (Goal("median", at_most=1.05), Goal("median", at_least=0.95)):
                 run.add(
                     "C13",
-                    "slope of a step's time over its tokens, log-log: 1 is proportional",
+                    "slope of step time over tokens, log-log (1: proportional)",
                     "ours",
                     ours=[slope],
                     unit="",
@@ -851,7 +851,7 @@ def c13_growth(run: Run) -> None:
             last, before = sizes[-1][place], sizes[-2][place]
             run.add(
                 "C13",
-                f"growth of a step's time over that of its operations, {name} {before} to {last}",
+                f"growth of step time / growth of operations, {name} {before} to {last}",
                 "ours",
                 ours=[growth],
                 unit="x",

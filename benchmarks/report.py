@@ -1,4 +1,4 @@
-"""Results of the suites -> one file each, and from the newest files the page docs/measured/benchmarks.md.
+"""Results of the suites: one file per run, and the page docs/measured/benchmarks.md made from the newest files.
 
 python -m benchmarks.report docs/measured/benchmarks.md
 """
@@ -19,28 +19,40 @@ RESULTS = ROOT / "benchmarks/results"
 SCHEMA = 1
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "deepspeed", "numpy", "lightning")
 WHY: dict[str, str] = {
-    "C1": "in eager mode all contenders call the same kernels on the same weights, and what is not kernels is a hundredth of this step: a tuned loop "
-    "and ours end up within the noise of each other. What a peer's defaults lose here is GPT-2's activation in eight operations and an update that "
-    "is not fused; Trainer has the fused update by default by now, so its distance is smaller than it was.",
-    "C2": "the profile's rest, largest first: the gradient norm, which is exact and names a parameter that is not finite; the loss as an "
-    "autograd function of Python; every tenth step the log. Lightning, tuned, logs nothing.",
-    "C4": "nine tenths of it are the tokenizer, which is the bound; the rest is reading the JSON, the hashes by which a document is found again and kept out of the "
-    "other split, and the ids, which the tokenizer hands out as a list of Python's numbers only. The script beside it chains its lists by now, where it "
-    "used to add them up, and spends most of its time in the same tokenizer, whose own time, on two threads that share a core, differs by a third from one "
-    "call to the next.",
-    "C5": "half of the time is the conversion of the ids to 64 bits, which is a copy through memory and which nanoGPT makes as well; the rest is torch's "
-    "DataLoader, once a batch.",
-    "C8": "the disk of this machine took the same raw bytes at 0.9 to 2.1 GB/s in the runs of one day, and raw write and save are minutes apart. At the faster end "
-    "what a save does beside writing, copies and checksums, no longer hides behind the disk.",
-    "C11": "nearly all of it is imports that Trainer shares: torch and transformers' models.",
-    "C12": "what C2 has, and one message more in each step, in which the processes agree whether to stop.",
-    "C13": "small products use a core less well than large ones, so that time grows less than the operations do.",
+    "C1": "in eager mode all contenders call the same kernels on the same weights, and everything else is a hundredth of this step, so a tuned loop "
+    "and ours are equal within the noise. A peer's defaults lose time to GPT-2's activation in eight operations and to an update that is not fused. "
+    "Trainer now fuses the update by default, so its distance is smaller than before.",
+    "C2": "the rest of the profile, largest first: the gradient norm, which is exact and names a non-finite parameter; the loss as an "
+    "autograd function in Python; the log of every tenth step. Lightning, tuned, logs nothing.",
+    "C4": "the tokenizer takes nine tenths of the time and sets the limit. The rest is reading the JSON, the hashes that identify a document and keep it out of "
+    "the other split, and converting the ids, which the tokenizer returns only as a list of Python integers. run_clm_no_trainer now chains its lists "
+    "instead of adding them up, and spends most of its time in the same tokenizer. The tokenizer's own time, on two threads that share a core, varies by "
+    "a third from call to call.",
+    "C5": "half of the time converts the ids to 64 bits, a copy through memory that nanoGPT makes as well; the rest is torch's DataLoader, once per batch.",
+    "C8": "this machine's disk wrote the same raw bytes at 0.9 to 2.1 GB/s in the runs of one day, and the raw write and the save are minutes apart. At the "
+    "faster end, the other work of a save (copies and checksums) takes longer than the disk and is no longer hidden.",
+    "C11": "nearly all of the time is imports that Trainer has as well: torch and transformers' models.",
+    "C12": "as C2, plus one message per step in which the processes agree whether to stop.",
+    "C13": "small matrix products use a core less well than large ones, so time grows less than the number of operations.",
 }
-"""Figure -> why it falls short of its goal, found by profiling; shown where it does."""
+"""Reasons, found by profiling, why a figure misses its goal; shown on the page when it does."""
+RENAMED = {
+    "of one core's fp32 matrix product,": "share of one core's speed in an fp32 matrix product,",
+    "ours above the bare loop": "ours minus bare loop",
+    "peak memory above what was there before the model,": "peak memory in addition to the memory at the start,",
+    "a checkpoint's speed beside a raw write": "speed of a checkpoint compared with a raw write",
+    "what a save behind the training costs: docs/reliability.md": "cost of a save in the background: docs/promises/reliability.md",
+    "batches, beside after none": "batches, compared with after none",
+    "slope of a step's time over its tokens, log-log: 1 is proportional": "slope of step time over tokens, log-log (1: proportional)",
+    "growth of a step's time over that of its operations,": "growth of step time / growth of operations,",
+    "transformers' way": "transformers",
+    "of the time of ours, allowed": "times as long as ours again, allowed",
+}
+"""Labels of results from before a renaming -> today's labels. The files of results stay as they were measured."""
 
 
 def header(kind: str) -> dict[str, Any]:
-    """What every file of results begins with."""
+    """First entries of every file of results."""
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -99,7 +111,7 @@ def versions() -> dict[str, str | None]:
 
 
 def peers() -> dict[str, str | None]:
-    """Of what is run from BENCH_PEERS, a hash of the file that is run; None: absent."""
+    """Hash of the file that is run of each peer in BENCH_PEERS; None: absent."""
     import xxhash
 
     folder = Path(os.environ.get("BENCH_PEERS", "/nowhere"))
@@ -115,7 +127,7 @@ def peers() -> dict[str, str | None]:
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """Write one run's results; of a day and commit, a later run takes the place of an earlier one."""
+    """Write the results of one run; a later run of the same day and commit replaces an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{result['kind']}-{result['date']}-{result['commit']}.json"
     file.write_text(json.dumps(_rounded(result), indent=1) + "\n")
@@ -123,7 +135,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 
 def beside_others(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """With what else was measured at this commit on this day; what both have is the later one's."""
+    """Merge with the results of this commit and day on disk; figures that both have are taken from `result`."""
     file = folder / f"{result['kind']}-{result['date']}-{result['commit']}.json"
     if not file.exists():
         return result
@@ -160,7 +172,7 @@ def _rounded(value: Any) -> Any:
 
 
 def newest(folder: Path, kind: str) -> dict[str, Any] | None:
-    """The last whole run of a suite; a void one only where there is no other."""
+    """Newest complete run of a suite; a void one only if there is no other."""
     found = [json.loads(file.read_text()) for file in folder.glob(f"{kind}-*.json")]
     ranked = sorted(found, key=lambda result: (result["complete"], not result["void"], result["date"], result["time"]))
     return ranked[-1] if ranked else None
@@ -172,11 +184,21 @@ def write_page(folder: Path, page: Path) -> None:
         "",
         "<!-- generated by python -m benchmarks.report: no number is typed by hand -->",
         "",
-        "Every contender is a process of its own that trains when it is handed a token: the same weights, the same tokens in the same order,",
-        "AdamW with the same numbers. Before anything is timed, the losses and gradient norms of five steps must agree with those of a hand-written",
-        "loop. The contenders take turns, in another order each round; ours runs twice, and a run in which it is not as fast as itself is void.",
-        "A ratio is ours / theirs, of medians, with a bootstrap 95 % interval over the rounds: below 1 we are faster where time is compared, above 1 where",
-        "speed is. *Default* is a peer as its documentation runs it, *tuned* with all that it offers for this machine.",
+        "After this page you know how fast this project is next to its peers on one machine, and which of its goals it misses and why.",
+        "",
+        "**Same work.** Each contender is a separate process that trains only while it holds a token. All train the same weights on the same tokens in",
+        "the same order, with the same AdamW settings. Before anything is timed, the losses and gradient norms of the first five steps must agree with",
+        "those of a hand-written loop.",
+        "",
+        "**A/A control.** The contenders take turns, in another order each round. Ours takes part twice (*ours*, *ours again*); a run in which the two",
+        "copies differ by more than 2 % (on a GPU 1 %) is void.",
+        "",
+        "| term | meaning |",
+        "|---|---|",
+        "| ours / theirs | ratio of medians. Below 1 ours is better where time or memory is compared, above 1 where speed is |",
+        "| 95 % | bootstrap interval of that ratio over the rounds |",
+        "| a peer's name alone | the peer as its documentation runs it |",
+        "| tuned | the same with everything that it offers for this machine |",
         "",
     ]
     for kind, title, command in (("cpu", "On a CPU", "make bench"), ("gpu", "On a GPU", "make bench-gpu")):
@@ -189,8 +211,14 @@ def write_page(folder: Path, page: Path) -> None:
     page.write_text("\n".join(lines).rstrip() + "\n")
 
 
+def _renamed(label: str) -> str:
+    for earlier, today in RENAMED.items():
+        label = label.replace(earlier, today)
+    return label
+
+
 def section(result: dict[str, Any], command: str) -> list[str]:
-    """The part of the page about one suite."""
+    """Part of the page about one suite."""
     where = result["machine"]
     name = (
         where["gpu"]["name"]
@@ -203,14 +231,15 @@ def section(result: dict[str, Any], command: str) -> list[str]:
         f"{result['load']['before'][0]:.1f} before, {result['load']['after'][0]:.1f} after; {result['seconds'] / 60:.1f} minutes.",
         "",
     ]
-    for again in result.get("again", ()):
-        lines += [f"Measured again by itself, with everybody in it, because its control had failed: {again}.", ""]
+    if result.get("again"):
+        lines += ["Measured again on their own, with all contenders, because the A/A control had failed:", ""]
+        lines += [*(f"- {_renamed(again)}" for again in result["again"]), ""]
     if result["void"]:
-        lines += [f"**Void**: {'; '.join(result['void_because'])}.", ""]
+        lines += [f"**Void**: {'; '.join(map(_renamed, result['void_because']))}.", ""]
     noise = {job: race["ours_over_ours"] for job, race in result["races"].items() if race.get("ours_over_ours")}
     if noise:
         lines += [
-            "Ours over ours: "
+            "A/A control, ours / ours again: "
             + ", ".join(f"{job} {n[0]:.3f} ({n[1]:.3f} to {n[2]:.3f})" for job, n in noise.items())
             + ".",
             "",
@@ -221,10 +250,10 @@ def section(result: dict[str, Any], command: str) -> list[str]:
             f"{row['low']:.3f} to {row['high']:.3f}" if row["ratio"] is not None and row["low"] != row["high"] else ""
         )
         verdict = "" if row["met"] is None else "met" if row["met"] else "**not met**"
-        note = f" ({row['note']})" if row["note"] else ""
+        note = f" ({_renamed(row['note'])})" if row["note"] else ""
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         lines.append(
-            f"| {row['id']} | {row['what']} | {row['contender']}{note} | {row['median']:.4g} {row['unit']} | {ratio} | {interval} | "
+            f"| {row['id']} | {_renamed(row['what'])} | {_renamed(row['contender'])}{note} | {row['median']:.4g} {row['unit']} | {ratio} | {interval} | "
             f"{row['goal'] or ''} | {verdict} |"
         )
     lines.append("")

@@ -463,7 +463,7 @@ def why_void(race: Race, bound: float, clock: str = "cpu") -> tuple[str | None, 
             return f"{name} failed, {race.failed[name]}", None
     noise = ratio_of_medians(race.values("ours", clock), race.values("ours again", clock))
     if abs(noise[0] - 1) > bound:
-        return f"ours took {noise[0]:.3f} of the time of ours, allowed {1 - bound:g} to {1 + bound:g}", noise
+        return f"ours took {noise[0]:.3f} times as long as ours again, allowed {1 - bound:g} to {1 + bound:g}", noise
     return None, noise
 
 

@@ -158,7 +158,7 @@ def test_a_run_in_which_ours_is_not_as_fast_as_ours_is_void() -> None:
     why, noise = ring.why_void(timed([1.0, 1.01, 1.02], [1.0, 1.01, 1.02]), 0.02)
     assert (why, noise) == (None, (1.0, 1.0, 1.0))
     why, noise = ring.why_void(timed([1.1, 1.05, 1.06], [1.0, 1.01, 1.02]), 0.02)
-    assert why == "ours took 1.050 of the time of ours, allowed 0.98 to 1.02"
+    assert why == "ours took 1.050 times as long as ours again, allowed 0.98 to 1.02"
     gone = ring.Race({"ours": [{"cpu": 1.0}]}, {"ours again": "died: Killed"}, {}, {})
     assert ring.why_void(gone, 0.02) == ("ours again failed, died: Killed", None)
 
