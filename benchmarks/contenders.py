@@ -1,9 +1,9 @@
-"""The loops that are compared, each as its own documentation runs it; what stands in a folder of peers is run from there, unchanged.
+"""The loops that are compared, each as its own documentation runs it; the scripts in BENCH_PEERS run unchanged.
 
 All train the same weights on the same tokens in the same order, with AdamW, a constant learning rate and no weight decay (peers
-disagree on what decays). Gradients are clipped to a norm that they never reach: the work is that of clipping, and a script that cannot
-clip still takes the same steps. A row has `length` tokens and as many targets; scripts that shift labels themselves are given one token
-more, and a hook on their model cuts it off, so that nobody computes a position more than the others.
+disagree on what decays). Gradients are clipped to a norm that they never reach: the work of clipping is done, and a script that
+cannot clip still takes the same steps. A row has `length` tokens and as many targets; scripts that shift labels themselves get one
+more token, and a hook on their model cuts it off, so that all compute the same positions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ FIRST_CHARACTER = 0x4E00  # as many characters as ids, each one token
 
 @dataclass(frozen=True)
 class Job:
-    """What everybody trains."""
+    """Model, text and batches that all contenders train on."""
 
     name: str
     folder: Path
     model: dict[str, Any]
-    """As `model.config` in a recipe."""
+    """Model, as in `model.config` of a recipe."""
     length: int
     batch_size: int
     vocab_size: int
     num_steps: int
-    """More than will be taken."""
+    """Number of steps for which there are rows, more than will be taken."""
     least_rows: int = 0
-    """That the text has at least."""
+    """Minimum number of rows in the text."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -52,16 +52,16 @@ class Job:
 
     @property
     def weights(self) -> Path:
-        """Model and tokenizer as `save_pretrained` writes them."""
+        """Folder with model and tokenizer as `save_pretrained` writes them."""
         return self.folder / "model"
 
     @property
     def default_weights(self) -> Path:
-        """The same with GPT-2's own default activation, which is the same formula in eight operations."""
+        """The same with GPT-2's own default activation: the same formula in eight operations."""
         return self.folder / "model-default"
 
     def prepare(self) -> str:
-        """Write text, tokens, weights and recipe; returns a hash of the tokens. Called in a process of its own."""
+        """Write text, tokens, weights and recipe; return a hash of the tokens. Call it in a separate process."""
         import xxhash
 
         from acc_lm.config.loading import load_config
@@ -73,7 +73,7 @@ class Job:
         draw = np.random.default_rng(SEED)
         num_rows = 1 + max(64, 2 * self.batch_size, self.least_rows)
         alphabet = [character(i) for i in range(self.vocab_size - 1)]
-        # Every character once, so that the tokenizer knows it; one id, the end, is added behind the text.
+        # Every character once, so that the tokenizer knows it; the end token is appended to the text.
         ids = np.concatenate(
             [np.arange(len(alphabet)), draw.zipf(1.3, num_rows * self.length + len(alphabet)) % len(alphabet)]
         )
@@ -143,11 +143,11 @@ class Job:
         }
 
     def row(self, start: int) -> np.ndarray:
-        """`length` + 1 ids."""
+        """Ids of the row that begins here, `length` + 1 of them."""
         return self.tokens[start : start + self.length + 1].astype(np.int64)
 
     def write_text_in_order(self, file: Path) -> None:
-        """The rows of all steps, one after the other, for a script that cuts a text up by itself."""
+        """Write the rows of all steps, one after the other, for a script that cuts a text into rows itself."""
         from transformers import AutoTokenizer
 
         spelt = np.array(AutoTokenizer.from_pretrained(self.weights).convert_ids_to_tokens(range(self.vocab_size)))
@@ -156,7 +156,7 @@ class Job:
 
 
 def character(index: int) -> str:
-    """The halves of pairs, which cannot stand alone, are left out."""
+    """Character of an id; surrogates, which are no characters, are left out."""
     code = FIRST_CHARACTER + index
     return chr(code if code < 0xD800 else code + 0x800)
 
@@ -184,7 +184,7 @@ class InOrder:
     """A torch dataset of the rows in the order of the steps.
 
     Args:
-        named: by the names that transformers' losses know; `shift_labels` are labels that stand beside their inputs already.
+        named: return tensors by the names that transformers' losses use; `shift_labels` are labels already aligned with their inputs.
     """
 
     def __init__(self, job: Job, named: bool) -> None:
@@ -202,14 +202,14 @@ class InOrder:
 
 
 def take_rows_in_order() -> None:
-    """Whoever shuffles gets the order that is given."""
+    """Make torch's RandomSampler keep the given order, for scripts that shuffle."""
     import torch
 
     torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self.data_source)))  # type: ignore[method-assign]
 
 
 def cut_last_token(model: Any) -> Any:
-    """Labels that the model would shift are given shifted, and the last id, which has none, is not computed."""
+    """Pass labels already shifted to the model, and drop the last id, which has no label."""
 
     def cut(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
         labels = keywords["labels"][:, 1:].contiguous()
@@ -230,7 +230,7 @@ def load(job: Job, default: bool) -> Any:
 
 
 def ours(job: Job, *overrides: str) -> None:
-    """`python train.py`, whole."""
+    """Run `python train.py`, complete and unchanged."""
     sys.path.insert(0, str(ROOT))
     import train
 
@@ -239,7 +239,7 @@ def ours(job: Job, *overrides: str) -> None:
 
 
 def without(*techniques: str) -> None:
-    """Take from ours, in this process, what makes it fast: attention, loss, update, vocabulary, transfer."""
+    """Disable techniques of ours in this process: attention, loss, update, vocabulary, transfer."""
     import gc
 
     import torch
@@ -291,7 +291,7 @@ def device_here() -> str:
 def bare(
     job: Job, default: bool = False, precision: str = "no", distributed: bool = False, compiled: str | None = None
 ) -> None:
-    """What one writes by hand around a model of transformers; tuned: fused AdamW, no cache, the activation in one operation."""
+    """Hand-written loop around a model of transformers; tuned: fused AdamW, no cache, the activation in one operation."""
     import torch
     from torch.nn import functional as F
 
@@ -331,7 +331,7 @@ def trainer(
     compiled: str | None = None,
     micro_batch_size: int | None = None,
 ) -> None:
-    """Hugging Face Trainer; tuned: no progress bar, no reduction of the loss over processes, what else is tuned for all."""
+    """Hugging Face Trainer; tuned: no progress bar, no reduction of the loss over processes, and the common tuning."""
     import torch
     from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -374,7 +374,7 @@ def lightning(job: Job, default: bool = False, precision: str = "no", compiled: 
     import lightning as L
     import torch
 
-    # Lightning refuses to clip for a fused optimizer when it casts by itself.
+    # Lightning refuses to clip with a fused optimizer when it casts itself.
     fused = None if default or precision == "bf16" else True
 
     class Module(L.LightningModule):
@@ -419,7 +419,7 @@ def lightning(job: Job, default: bool = False, precision: str = "no", compiled: 
 
 
 def nanogpt(job: Job) -> None:
-    """nanoGPT's train.py, run as it stands: its model, its loop, its loader, to which the places of the rows are given."""
+    """nanoGPT's train.py, unchanged: its model, loop and loader; only the positions of the rows are passed to it."""
     import torch
 
     folder = peer_folder("nanoGPT")
@@ -489,7 +489,7 @@ def _is_conv1d(name: str) -> bool:
 
 
 def run_clm(job: Job, **more: Any) -> None:
-    """transformers' run_clm_no_trainer.py, run as it stands on a text that it tokenises and cuts up itself."""
+    """transformers' run_clm_no_trainer.py, unchanged, on a text that it tokenises and cuts into rows itself."""
     folder = peer_folder("transformers")
     assert folder is not None
     job.write_text_in_order(Path("train.json"))
@@ -499,7 +499,7 @@ def run_clm(job: Job, **more: Any) -> None:
 
     original = AutoModelForCausalLM.from_pretrained
     AutoModelForCausalLM.from_pretrained = lambda *a, **k: cut_last_token(original(*a, **k))
-    if not hasattr(DistributedType, "TPU"):  # its name until Accelerate 1.0, which the script still compares with
+    if not hasattr(DistributedType, "TPU"):  # its name until Accelerate 1.0, which the script still uses
         DistributedType.TPU = DistributedType.XLA
     given: dict[str, Any] = {
         "train_file": "train.json",
@@ -526,7 +526,7 @@ def run_clm_file(folder: Path) -> Path:
 
 
 def litgpt(job: Job, precision: str = "no") -> None:
-    """litgpt's pretraining, called as its command calls it; without its compilation on a CPU, as everybody here."""
+    """litgpt's pretraining, called as its command calls it; on a CPU without compilation, like all contenders here."""
     import torch
 
     folder = peer_folder("litgpt")
@@ -610,7 +610,7 @@ def _litgpt_shape(job: Job) -> dict[str, Any]:
 
 
 def _run_script(file: Path) -> None:
-    """A file as Python runs it."""
+    """Run a file as Python does."""
     namespace = {"__name__": "__main__", "__file__": str(file)}
     exec(compile(file.read_text(), str(file), "exec"), namespace)
 
@@ -622,7 +622,7 @@ def _has(module: str) -> bool:
 
 
 def field(job: Job) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Everybody who can train this job here, and why the others cannot."""
+    """Return the contenders that can train this job here, and the reason why each of the others cannot."""
     absent: dict[str, str] = {}
     found: dict[str, Callable[[], None]] = {
         "ours": lambda: ours(job),

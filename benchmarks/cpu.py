@@ -1,10 +1,10 @@
-"""The CPU suite: every figure of one machine in one run, beside every peer that is here.
+"""The CPU suite: all figures of one machine in one run, compared with every peer that is installed.
 
     BENCH_PEERS=~/peers python -m benchmarks.cpu [--only C1,C2] [--output benchmarks/results]
 
-BENCH_PEERS is a folder with the peers that are no packages: nanoGPT/, litgpt/ and transformers/ (of which only
-examples/pytorch/language-modeling is needed). One thread a process; time is CPU time of the process that trains, so that others on the
-machine disturb as little as they can. A run in which our own loop is not as fast as itself is void, and says so.
+BENCH_PEERS is a folder with the peers that are not packages: nanoGPT/, litgpt/ and transformers/ (of which only
+examples/pytorch/language-modeling is needed). One thread per process. Time is the CPU time of the training process, so that other
+load on the machine disturbs as little as possible. A run whose A/A control (ours against ours again) fails is reported as void.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything; the second set is for trying the whole suite in half a minute."""
+    """Sizes of the suite; TOY tries the complete suite in half a minute."""
 
     char: tuple[int, int, int, int, int] = (4, 4, 128, 64, 12)
-    """layers, heads, width, row length, batch: nanoGPT's example for a CPU"""
+    """Layers, heads, width, row length, batch: nanoGPT's example for a CPU."""
     char_steps: int = 5
     loop: tuple[int, int, int, int, int] = (2, 2, 16, 16, 2)
     loop_steps: int = 180
@@ -79,7 +79,7 @@ class Sizes:
     tiny_steps: int = 1
     tiny_vocab: int = 4096
     rounds: int = 18
-    """Many short turns: what else the machine does comes and goes within seconds."""
+    """Many short turns, because other load on the machine changes within seconds."""
     few_rounds: int = 9
     text_bytes: int = 12_000_000
     tokens: int = 50_000_000
@@ -111,7 +111,7 @@ TOY = Sizes(
 
 @dataclass
 class Run:
-    """What a run has found so far."""
+    """Results of a run so far."""
 
     sizes: Sizes
     folder: Path
@@ -146,7 +146,7 @@ class Run:
                 "num_key_value_heads": heads,
                 "max_position_embeddings": length,
             }
-        # Nobody comes to the end of the text: what an epoch's end costs is not what a step costs.
+        # No contender reaches the end of the text, because the end of an epoch costs more than a step.
         job = Job(
             name,
             self.folder / name,
@@ -224,7 +224,7 @@ def c1_step(run: Run) -> None:
 
 
 def step_flops(job: Job) -> float:
-    """Of the matrix products, forward and backward, of attention's causal half twice: as its kernels on a CPU compute it."""
+    """FLOP of the matrix products, forward and backward; attention counts both halves, because its CPU kernels compute both."""
     shape = job.model
     width, layers = shape["n_embd"], shape["n_layer"]
     weights = 12 * layers * width * width + job.vocab_size * width
@@ -245,7 +245,7 @@ def matmul_speed() -> float:
 
 
 def c2_overhead(run: Run) -> None:
-    """A step in which there is nothing to compute: what a loop costs."""
+    """A step with almost nothing to compute: the overhead of the loop."""
     sizes = run.sizes
     num_steps = ring.CHECKED_STEPS + sizes.loop_steps * (sizes.rounds + 1) + 3
     job = run.job("loop", sizes.loop, 65, num_steps, gpt2=True)
@@ -278,12 +278,12 @@ def ours_without(job: Job, technique: str) -> None:
 
 
 def c3_precision_c10_memory(run: Run) -> None:
-    """A model with a vocabulary: fp32 beside bf16, the memory of both, and ours without one of our techniques."""
+    """A model with a vocabulary: fp32 and bf16, the memory, and ours without each of our techniques."""
     sizes = run.sizes
     num_steps = ring.CHECKED_STEPS + sizes.tiny_steps * (sizes.rounds + 1) + 3
     job = run.job("tiny-bpe", sizes.tiny, sizes.tiny_vocab, num_steps, gpt2=False)
     runs, absent = contenders.field(job)
-    for technique in ("attention", "loss", "update"):  # what each of them gains here
+    for technique in ("attention", "loss", "update"):  # the gain of each
         runs[f"ours without our {technique}"] = partial(ours_without, job, technique)
     bf16: dict[str, Callable[[], None]] = {
         "ours, bf16": lambda: contenders.ours(job, "training.mixed_precision=bf16"),
@@ -346,7 +346,7 @@ def _add_bf16_gain_and_memory(run: Run, race: ring.Race) -> None:
 
 
 def c12_two_processes(run: Run) -> None:
-    """Two processes, connected by gloo, beside torch's own DDP."""
+    """Two processes, connected by gloo, compared with torch's own DDP."""
     sizes = run.sizes
     layers, heads, width, length, batch_size = sizes.char
     num_steps = ring.CHECKED_STEPS + sizes.char_steps * (sizes.rounds + 1) + 3
@@ -411,7 +411,7 @@ def die_with_parent() -> None:
 
 
 def follow() -> None:
-    """The second process waits for the first in its collectives, and reports nothing."""
+    """Make the second process follow the first, waiting in its collectives, and report nothing."""
     ring.Gate.step_done = lambda self: None  # type: ignore[method-assign]
 
 
@@ -419,7 +419,7 @@ def follow() -> None:
 
 
 def c4_tokenise_c6_kept(run: Run) -> None:
-    """From text to rows: how fast, and what is lost."""
+    """From text to rows: speed, and lost tokens."""
     folder = run.folder / "text"
     folder.mkdir(parents=True)
     length = 256
@@ -477,7 +477,7 @@ def c4_tokenise_c6_kept(run: Run) -> None:
 
 
 def make_text(folder: Path, num_bytes: int) -> dict[str, float]:
-    """Files of the standard library, one a record, and a BPE made from some of them."""
+    """Write files of the standard library, one per record, and a BPE trained on some of them."""
     from acc_lm.config import TokenizerConfig
     from acc_lm.text.corpus import python_stdlib_files
     from acc_lm.text.tokenizer import make_tokenizer
@@ -516,7 +516,7 @@ def pack_with_ours(folder: Path, length: int) -> dict[str, float]:
     data = build_data(config, TokenizerConfig(), tokenizer, 0, 1)
     seconds = time.process_time() - began
     rows = np.arange(len(data.train))
-    # Every document has an end token more than its text; a split's first token is nobody's target.
+    # Every document has one end token more than its text; the first token of a split is not a target.
     kept = data.train.count_targets(rows) + 1 - data.facts.train_documents  # type: ignore[union-attr]
     return {"seconds": seconds, "kept": float(kept)}
 
@@ -533,11 +533,11 @@ def encode_alone(folder: Path) -> dict[str, float]:
 
 
 class Packed(BaseException):
-    """Leaves a script when its rows are made."""
+    """Raised to leave a script once its rows are built."""
 
 
 def pack_with_run_clm(folder: Path, length: int) -> dict[str, float]:
-    """Its own main() up to its loaders, with a clock around the two maps that it makes its rows with."""
+    """Run the script up to its loaders and time the two maps that build its rows."""
     import datasets
     import torch
 
@@ -578,7 +578,7 @@ def pack_with_run_clm(folder: Path, length: int) -> dict[str, float]:
 
 
 def tiny_model(folder: Path) -> None:
-    """The script wants a model beside its tokenizer."""
+    """Save a tiny model next to the tokenizer, because the script requires one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     vocab_size = len(AutoTokenizer.from_pretrained(folder))
@@ -587,7 +587,7 @@ def tiny_model(folder: Path) -> None:
 
 
 def c5_loader(run: Run) -> None:
-    """From memory-mapped rows to batches."""
+    """The loader: from memory-mapped rows to batches."""
     from benchmarks import loader
 
     length, batch_size = min(loader.LENGTH, run.sizes.tokens // 64), loader.BATCH
@@ -633,7 +633,7 @@ def c5_loader(run: Run) -> None:
 
 
 def rounds_of_get_batch(run: Run, length: int, batch_size: int, steps: int) -> Iterator[float]:
-    """nanoGPT's own function, cut out of its train.py when that runs for the first time."""
+    """Yield the speed of nanoGPT's own get_batch, extracted from its train.py."""
     folder = contenders.peer_folder("nanoGPT")
     assert folder is not None
     data = run.folder / "get-batch-data"
@@ -666,7 +666,7 @@ def rounds_of_get_batch(run: Run, length: int, batch_size: int, steps: int) -> I
 
 
 def c7_loss_head(run: Run) -> None:
-    """The head and the loss, beside transformers' way."""
+    """Head and loss, compared with transformers' own."""
     from benchmarks import loss_head
 
     samples = loss_head.samples(3 if run.sizes.growth else 1, *run.sizes.head)
@@ -684,7 +684,7 @@ def c7_loss_head(run: Run) -> None:
 
 
 def c8_saving(run: Run) -> None:
-    """A checkpoint, flushed to the disk, beside the same bytes written raw."""
+    """A checkpoint, flushed to disk, compared with a raw write of the same bytes."""
 
     def measure() -> dict[str, Any]:
         from benchmarks import saving
@@ -711,7 +711,7 @@ def c8_saving(run: Run) -> None:
 
 
 def c9_resume(run: Run) -> None:
-    """Up to the first batch, from the start and after a million of them."""
+    """Time to the first batch, at the start and after a million batches."""
 
     def measure() -> dict[str, list[float]]:
         from acc_lm.rows.loader import MicroBatches, build_loader
@@ -758,7 +758,7 @@ register_optimizer_step_post_hook(lambda *_: os._exit(0))
 
 
 def c11_start(run: Run) -> None:
-    """A fresh Python up to the end of the first step, its data tokenised already; and --help."""
+    """CPU time from a fresh Python to the end of the first step, with tokenised data; and of --help."""
     job = run.job("start", run.sizes.loop, 65, 4, gpt2=True)
     ring.in_a_process(lambda: warm_files(job), job.folder / "warm")
     made = f"""
@@ -810,14 +810,14 @@ job = Job({job.name!r}, Path({str(job.folder)!r}), {job.model!r}, {job.length}, 
 
 
 def warm_files(job: Job) -> None:
-    """Everything that is read comes from the page cache; ours finds its rows."""
+    """Read all files once, so that they come from the page cache."""
     for file in job.folder.rglob("*"):
         if file.is_file():
             file.read_bytes()
 
 
 def c13_growth(run: Run) -> None:
-    """How a step's time grows with tokens, width and row length, beside how its operations do."""
+    """Growth of a step's time with tokens, width and row length, compared with that of its operations."""
     if not run.sizes.growth:
         return
     shapes = {  # width, layers, row length, batch
@@ -860,7 +860,7 @@ def c13_growth(run: Run) -> None:
 
 
 def grow(shapes: list[tuple[int, int, int, int]]) -> list[list[float]]:
-    """CPU seconds of several steps at each of the shapes, which take turns."""
+    """CPU seconds of several steps at each shape; the shapes take turns."""
     import torch
 
     from acc_lm.config.loading import load_config
@@ -938,12 +938,12 @@ SUITE: dict[str, Callable[[Run], None]] = {
 
 
 def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
-    """Run it and write the results; returns the file."""
+    """Run the suite, write the results and return their file."""
     import torch
 
     torch.set_num_threads(1)
     began = time.monotonic()
-    for name in IMPORTED:  # once, here, and not in every process that is forked
+    for name in IMPORTED:  # once here, not in every forked process
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     folder = Path(tempfile.mkdtemp(prefix="acc-lm-bench-"))
@@ -958,7 +958,7 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
             started = time.monotonic()
             try:
                 work(run)
-            except Exception as error:  # the others go on; what is missing stands in the table
+            except Exception as error:  # the other figures continue; the page lists what is missing
                 failed[name] = f"{type(error).__name__}: {error}"
             run.seconds[name] = time.monotonic() - started
             print(
@@ -987,7 +987,7 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
         print(
             "VOID: "
             + "; ".join(result["void_because"])
-            + " (make the machine quiet and start again, or --only that one)"
+            + " (stop other load on the machine and run again, or only that figure with --only)"
         )
     met = [row for row in result["figures"] if row["met"] is not None]
     print(f"{file}: {sum(row['met'] for row in met)} of {len(met)} goals met, {time.monotonic() - began:.0f} s")
@@ -995,13 +995,15 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every figure of the CPU suite.")
+    parser = argparse.ArgumentParser(description="Run the CPU suite.")
     parser.add_argument(
-        "--only", default="", help="ids, with commas between them; beside the others of this commit and day"
+        "--only",
+        default="",
+        help="ids of figures, separated by commas; merged with the other figures of this commit and day",
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, to try whether everything runs")
-    parser.add_argument("--page", type=Path, help="docs/measured/benchmarks.md, made from what was measured")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to check that everything runs")
+    parser.add_argument("--page", type=Path, help="page to write from the results: docs/measured/benchmarks.md")
     chosen = parser.parse_args()
     suite(TOY if chosen.toy else Sizes(), [name for name in chosen.only.split(",") if name], chosen.output)
     if chosen.page:

@@ -1,11 +1,11 @@
 """The GPU suite: three commands of less than ten minutes each, on one GPU, without a network.
 
-    python -m benchmarks.gpu ceilings     # what the hardware gives at the shapes of the models; what each of our techniques gains
-    python -m benchmarks.gpu gpt2         # GPT-2 124M at 1024, beside every peer; memory; the largest micro-batch
+    python -m benchmarks.gpu ceilings     # speed of the hardware at the shapes of the models; gain of each of our techniques
+    python -m benchmarks.gpu gpt2         # GPT-2 124M at 1024, compared with every peer; memory; the largest micro-batch
     python -m benchmarks.gpu llama        # the shape of Llama-3.2-1B at 2048 and 8192
 
-All three write into one file of results. With --toy they run anywhere in a minute, on a CPU too: nothing that is measured then means anything,
-but whoever pays for a GPU finds no typing errors on it. Times are those of the device, between two of its events.
+All three write into one file of results. With --toy they run anywhere in a minute, on a CPU too; the measurements then mean nothing,
+but errors in the code show before a GPU is paid for. Times are those of the device, between two of its events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the driver asks whether there is a GPU and forks afterwards
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the driver checks for a GPU and forks afterwards
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Of the matrix products that a token goes through, the output head among them."""
+        """Number of weights in the matrix products that a token passes through, including the output head."""
         m = self.model
         if m["model_type"] == "gpt2":
             return int(12 * m["n_layer"] * m["n_embd"] ** 2 + self.vocab_size * m["n_embd"])
@@ -57,7 +57,7 @@ class Shape:
         )
 
     def flops(self, causal: bool) -> float:
-        """Of a token, forward and backward; nanoGPT's convention counts what causal attention leaves out."""
+        """FLOP of a token, forward and backward; nanoGPT's convention also counts what causal attention leaves out."""
         m = self.model
         width, layers = (m["n_embd"], m["n_layer"]) if "n_embd" in m else (m["hidden_size"], m["num_hidden_layers"])
         return flops_of(self.weights, layers * width).of_token(self.length, causal)
@@ -114,12 +114,12 @@ class Sizes:
         (16, 32, 8, 64, 2048),
         (4, 32, 8, 64, 8192),
     )
-    """batch, heads, key-value heads, head size, length"""
+    """Batch, heads, key-value heads, head size, length."""
     micro_batches: tuple[int, ...] = (32, 64, 96, 128, 192, 256)
     accumulation: int = 15
-    """Micro-batches of the large step of GPT-2."""
+    """Number of micro-batches in the large step of GPT-2."""
     odd_vocabulary: int = 50257
-    """GPT-2's own, which is no multiple of 64."""
+    """GPT-2's own vocabulary size, which is not a multiple of 64."""
     backend: str = "inductor"
 
 
@@ -152,19 +152,19 @@ class Run:
     clock: str = "cpu"
     peak: float | None = None
     memory_gb: float | None = None
-    """Of the GPU."""
+    """Memory of the GPU, in GB."""
     deadline: float = math.inf
-    """Of `time.monotonic()`: what has not begun by then is listed as not reached."""
+    """Value of `time.monotonic()`; what has not begun by then is listed as not reached."""
     save: Callable[[], Any] = lambda: None
-    """Writes what there is so far, after every race: a command that is cut off leaves figures."""
+    """Writes the results so far, after every race, so that an interrupted command leaves figures."""
 
     def left(self) -> float:
-        """Seconds that are left; never more than a single piece of work may take."""
+        """Seconds left, at most the limit for a single piece of work."""
         return min(300.0, self.deadline - time.monotonic())
 
     @property
     def together(self) -> int:
-        """Contenders that start at once: two do not fit on a GPU of 80 GB."""
+        """Number of contenders that start at once; two do not fit on a GPU of 80 GB."""
         return 1 if self.memory_gb is not None and self.memory_gb < 120 else 2
 
     def job(self, name: str, shape: Shape, num_steps: int, least_rows: int = 0) -> Job:
@@ -280,7 +280,7 @@ class Run:
 
 
 def ceilings(run: Run) -> None:
-    """What one GPU gives: matrix products, copies, attention; then what each technique of ours gains on GPT-2."""
+    """Speed of one GPU in matrix products, copies and attention; then the gain of each of our techniques on GPT-2."""
     for row in ring.in_a_process(lambda: hardware(run.sizes), run.folder / "hardware"):
         run.figures.append(
             figure("G0", row["what"], "hardware", ours=row["samples"], unit=row["unit"], higher_is_better=True)
@@ -305,11 +305,11 @@ LADDER: dict[str, str] = {
     "+ pinned transfer, frozen collector": "transfer",
     "+ FSDP2's 16 bits instead of autocast": "sharded",
 }
-"""Rung -> what it adds to the one before."""
+"""Rung -> the technique that it adds to the previous rung."""
 
 
 def climb(run: Run) -> None:
-    """G3: what each technique of ours gains over the rung before, on GPT-2 with its own 50257 ids."""
+    """G3: gain of each technique over the previous rung, on GPT-2 with its own 50257 ids."""
     sizes = run.sizes
     shape = replace(sizes.gpt2, vocab_size=sizes.odd_vocabulary)
     steps = max(1, sizes.steps // 2)
@@ -331,7 +331,7 @@ def climb(run: Run) -> None:
 
         runs[name] = rung
         environments[name] = {"ACCELERATE_DYNAMO_BACKEND": sizes.backend} if "compile" in has else {}
-        if "sharded" in has:  # each block is compiled for itself, and gathers its own weights
+        if "sharded" in has:  # each block is compiled separately, and gathers its own weights
             environments[name] |= one_process | {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
     race = run.race(
         "ladder", job, runs, steps, sizes.rounds, control=False, environments=environments, reference=next(iter(runs))
@@ -341,7 +341,7 @@ def climb(run: Run) -> None:
         speeds = run.speeds(race, name, shape)
         row = figure(
             "G3",
-            "GPT-2 shape, ours, and over the rung before",
+            "GPT-2 shape, ours, and ratio to the previous rung",
             name,
             ours=speeds,
             unit="tokens/s",
@@ -354,7 +354,7 @@ def climb(run: Run) -> None:
 
 
 def one_process_sharded() -> dict[str, str]:
-    """What the only process of `accelerate launch --config_file fsdp2_grad_op.yaml --num_processes 1` finds."""
+    """Environment of the only process of `accelerate launch --config_file fsdp2_grad_op.yaml --num_processes 1`."""
     import socket
 
     from acc_lm.runtime.settings.config_file import launch_with
@@ -379,7 +379,7 @@ def one_process_sharded() -> dict[str, str]:
 
 
 def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
-    """Milliseconds and MiB of head and loss, forward and backward: ours in chunks of several sizes beside the plain one."""
+    """Milliseconds and MiB of head and loss, forward and backward: ours in chunks of several sizes, and the plain one."""
     import torch
     from torch.nn import functional as F
 
@@ -414,7 +414,7 @@ def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
                 loss.backward()
                 samples.append(now() - began)
                 hidden.grad = weight.grad = None
-        except RuntimeError as error:  # does not fit
+        except RuntimeError as error:  # does not fit into memory
             rows.append({"what": f"{what}: {str(error).splitlines()[0][:80]}", "unit": "ms", "samples": [0.0]})
             return
         rows.append({"what": what, "unit": "ms", "samples": [1000 * seconds for seconds in samples[3:]]})
@@ -437,7 +437,7 @@ def loss_heads(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def hardware(sizes: Sizes) -> list[dict[str, Any]]:
-    """Rows of {what, unit, samples}; called in a process of its own."""
+    """Rows of {what, unit, samples}; call it in a separate process."""
     import torch
 
     device = contenders.device_here()
@@ -510,7 +510,7 @@ def _attention(sizes: Sizes, device: str, timed: Callable[[Callable[[], Any], fl
 
 
 def gpt2_race(run: Run) -> None:
-    """G1: GPT-2 124M at 1024 beside every peer, default and tuned."""
+    """G1: GPT-2 124M at 1024 compared with every peer, default and tuned."""
     shape, sizes = run.sizes.gpt2, run.sizes
     num_steps = ring.CHECKED_STEPS + (sizes.steps + sizes.warm_up) * (sizes.rounds + 1) + 3
     job = run.job("gpt2", shape, num_steps, least_rows=max(sizes.micro_batches))
@@ -575,12 +575,12 @@ def accumulated(run: Run) -> None:
 
 
 def largest_micro_batch(run: Run, job: Job) -> None:
-    """The largest of several that trains a step, ours beside Trainer as its documentation runs it."""
+    """Largest of several micro-batch sizes that trains, for ours and for Trainer as its documentation runs it."""
     reached: dict[str, float] = {}
     sizes = run.sizes.micro_batches
     run.samples["largest micro-batch"] = {"tried": sizes, "reached": reached}
     for name in ("ours", "Trainer"):
-        fit, rest = 0, len(sizes)  # so many of them fit, at most so many may
+        fit, rest = 0, len(sizes)  # this many sizes fit; at most this many can
         while fit < rest:
             middle = (fit + rest + 1) // 2
             if run.left() < ring.LEAST_SECONDS:
@@ -613,7 +613,7 @@ def largest_micro_batch(run: Run, job: Job) -> None:
 
 
 def train_two_steps(run: Run, job: Job, name: str, size: int) -> bool:
-    """True after two steps of this many rows, the second beside the optimizer's state; whatever is raised means that they do not fit."""
+    """Train two steps of this many rows, the second with the optimizer's state present; any exception means that they do not fit."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     taken = []
@@ -635,7 +635,7 @@ def train_two_steps(run: Run, job: Job, name: str, size: int) -> bool:
 
 
 def llama_race(run: Run) -> None:
-    """G2: the shape of Llama-3.2-1B; two at a time, because all stay on the device. What says most comes first."""
+    """G2: the shape of Llama-3.2-1B; two contenders at a time, because all stay on the device. The most informative pairs first."""
     shapes = run.sizes.llamas
     if run.together == 1:
         shapes = tuple(replace(shape, batch_size=max(1, shape.batch_size // 2)) for shape in shapes)
@@ -652,7 +652,7 @@ def llama_race(run: Run) -> None:
 
 
 def llama_beside(run: Run, jobs: dict[int, Job], peer: str, shape: Shape, goal: float) -> None:
-    """Ours and one other: ours must agree with the hand-written loop, and the others then with ours."""
+    """Race ours against one other: ours must agree with the hand-written loop, and the others with ours."""
     sizes, name = run.sizes, f"llama {shape.length}"
     bf16, compiled = "training.mixed_precision=bf16", {"ACCELERATE_DYNAMO_BACKEND": sizes.backend}
     if shape.length not in jobs:
@@ -697,24 +697,24 @@ COMMANDS: dict[str, Callable[[Run], None]] = {"ceilings": ceilings, "gpt2": gpt2
 
 
 def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) -> Path:
-    """Run one of the three and put what it measured beside what the others did; returns the file of results.
+    """Run one of the three commands, merge its results with those of the others, and return the file of results.
 
     Args:
-        seconds: that it may take; what was not reached by then is listed.
+        seconds: time limit; what was not reached by then is listed.
     """
     began = time.monotonic()
     for module in IMPORTED:
-        with contextlib.suppress(Exception):  # absent, or DeepSpeed's complaint that CUDA's compiler is not there
+        with contextlib.suppress(Exception):  # absent, or DeepSpeed without CUDA's compiler
             importlib.import_module(module)
         if sys.modules["torch"].cuda.is_initialized():
             raise RuntimeError(
-                f"{module} must not touch the GPU when it is imported: no process could be forked any more"
+                f"{module} must not initialise the GPU on import, because no process could be forked afterwards"
             )
     folder = Path(tempfile.mkdtemp(prefix="acc-lm-bench-"))
     os.environ["ACC_LM_CACHE"] = str(folder / "cache")
     before = os.getloadavg()
     run = Run(sizes, folder, deadline=began + seconds)
-    # Not in this process: whoever knows the device cannot fork.
+    # In another process: one that has initialised the device cannot fork.
     header = ring.in_a_process(lambda: report.header("gpu"), folder / "machine")
     gpu = header["machine"].get("gpu")
     if gpu:
@@ -759,17 +759,17 @@ def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One command of the GPU suite.")
+    parser = argparse.ArgumentParser(description="Run one command of the GPU suite.")
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, anywhere, to try whether everything runs")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, on any machine, to check that everything runs")
     parser.add_argument(
         "--seconds",
         type=float,
         default=540,
-        help="that it may take; what is not reached by then is listed (default: 540)",
+        help="time limit; what is not reached by then is listed (default: 540)",
     )
-    parser.add_argument("--page", type=Path, help="docs/measured/benchmarks.md, made from what was measured")
+    parser.add_argument("--page", type=Path, help="page to write from the results: docs/measured/benchmarks.md")
     chosen = parser.parse_args()
     command(chosen.command, TOY if chosen.toy else Sizes(), chosen.output, chosen.seconds)
     if chosen.page:

@@ -1,10 +1,10 @@
-"""The token ring: every contender is a process of its own that trains when it is handed the token, and waits otherwise.
+"""The token ring: every contender is a separate process that trains while it holds the token and otherwise waits.
 
     driver ──token──► ours ──► bare ──► Trainer ──► ... ──► ours again       one round; the next one starts one further
 
-A contender runs its own loop, whatever that is. It is stopped and timed from outside, by torch's global hook after an
-optimizer's step, so a step is all that happens from one update to the next: fetching, forward, backward, clipping, updating, logging.
-Before anything is timed, losses and gradient norms of the first steps must agree with those of the hand-written loop.
+A contender runs its own unchanged loop. It is stopped and timed from outside, by torch's global hook after an optimizer's step, so
+a step is everything between two updates: fetching, forward, backward, clipping, updating, logging. Before anything is timed, losses
+and gradient norms of the first steps must agree with those of the hand-written loop.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ CHECKED_STEPS = 5
 TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
 """Largest relative difference of a loss or a gradient norm in the checked steps."""
 NOISE = {"cpu": 0.02, "gpu": 0.01}
-"""How far ours may be from ours: more, and a run says nothing."""
+"""Largest relative difference between our two copies (A/A control); a run with a larger one is void."""
 START_SECONDS = 300
 LEAST_SECONDS = 45
-"""A contender that starts later than this before the end would not be timed."""
+"""A contender is not started with less time than this left, because it would not be timed."""
 NOT_REACHED = "not reached: the time of this command was up"
 RESAMPLES = 2000
 
 
 class Done(BaseException):
-    """Leaves a contender's loop."""
+    """Raised to leave a contender's loop."""
 
 
 @dataclass
@@ -47,19 +47,19 @@ class Gate:
     """Counts the updates of this process and holds it between two rounds.
 
     Args:
-        connection: to the driver, which sends a number of steps, or None to end.
-        first: the process that reports, of those that train together.
+        connection: connection to the driver, which sends a number of steps, or None to end.
+        base_memory: memory of this process before its work, in bytes.
     """
 
     connection: Connection
     base_memory: int
     losses: list[list[float]] = field(default_factory=lambda: [[]])
-    """What was gone backward from, in each step."""
+    """Values on which backward was called, by step."""
     norms: list[float] = field(default_factory=list)
     count: int = 0
     until: int = CHECKED_STEPS
     timed: int = 0
-    """Steps to be timed when those that warm up are done."""
+    """Number of steps to time after the warm-up steps."""
     began: tuple[float, ...] = ()
     events: list[Any] = field(default_factory=list)
 
@@ -70,15 +70,17 @@ class Gate:
         backward = torch.Tensor.backward
 
         def noted(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
-            if not tensor.is_meta:  # litgpt counts its operations on one
+            if not tensor.is_meta:  # litgpt counts its operations on a meta tensor
                 self.losses[-1].append(float(tensor.detach()))
             backward(tensor, *arguments, **keywords)
 
         def norm(
             optimizer: torch.optim.Optimizer, *_: Any
-        ) -> None:  # afterwards: Lightning goes backward inside of the step
+        ) -> None:  # after the step, because Lightning runs backward inside it
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            local = [getattr(g, "_local_tensor", g).detach() for g in gradients]  # one process has all of a divided one
+            local = [
+                getattr(g, "_local_tensor", g).detach() for g in gradients
+            ]  # a sharded gradient is complete on one process
             parts = [torch.linalg.vector_norm(g.double()) for g in local]
             self.norms.append(float(torch.linalg.vector_norm(torch.stack(parts))))
             self.losses.append([])
@@ -97,12 +99,12 @@ class Gate:
         self.count += 1
         if self.count < self.until:
             return
-        if self.timed:  # those that warm up are done
+        if self.timed:  # the warm-up is done
             self._time()
             return
         if self.count == CHECKED_STEPS:
             self._stop_checking()
-            # Backward passes before the first step, as ours makes one under DDP, are no part of it.
+            # Leave out backward passes before the first step (ours makes one under DDP).
             size = len(self.losses[CHECKED_STEPS - 1])
             losses = [sum(step[-size:]) for step in self.losses[:CHECKED_STEPS]]
             self.connection.send({"losses": losses, "norms": self.norms, "threads": _threads()})
@@ -146,7 +148,7 @@ class Gate:
 
 
 def _free_device() -> None:
-    """What is cached on a GPU is given to those whose turn it is."""
+    """Free the GPU memory that torch caches, for the contender whose turn is next."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -160,7 +162,7 @@ def _threads() -> int:
 
 
 def _memory(name: str) -> int:
-    """Bytes of this process, by the name that /proc gives them: VmRSS now, VmHWM at most."""
+    """Memory of this process in bytes, by its name in /proc: VmRSS (now) or VmHWM (peak)."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -169,7 +171,7 @@ def _memory(name: str) -> int:
 
 
 class Worker:
-    """A process that trains as `run` does, and reports through a gate, or without one does something else."""
+    """Forked process that executes `run`: a training that reports through a gate, or without a gate any other work."""
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ class Worker:
             self.connection.send((steps, warm_up))
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """What it reports next; `{"failed": why}` if it died or is too late."""
+        """Return the next report, or `{"failed": why}` if the process died or did not answer in time."""
         try:
             if not self.connection.poll(seconds):
                 return {"failed": f"no answer in {seconds:.0f} s"}
@@ -233,11 +235,11 @@ class Worker:
 def _live(
     run: Callable[[], None], connection: Connection, folder: Path, environment: dict[str, str], gated: bool
 ) -> None:
-    """The life of a forked process."""
+    """Body of a forked process; never returns."""
     code = 1
     try:
-        gc.freeze()  # what was imported is looked at by no collection, in any contender
-        if torch := sys.modules.get("torch"):  # its pool of threads anew, before several of them ask for it at once
+        gc.freeze()  # exempt everything imported from garbage collection, in every contender
+        if torch := sys.modules.get("torch"):  # rebuild the thread pool before several threads ask for it at once
             torch.set_num_threads(torch.get_num_threads())
         with (folder / "output").open("wb", buffering=0) as file, open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -274,7 +276,7 @@ def _last_output(folder: Path) -> str:
 
 
 def in_a_process(work: Callable[[], Any], folder: Path, seconds: float = 300) -> Any:
-    """What `work` returns in a forked process of its own, so that nothing of it stays behind."""
+    """Execute `work` in a forked process and return its result, so that nothing of it remains in this one."""
     sent: list[Any] = []
 
     def run() -> None:
@@ -306,12 +308,12 @@ def in_a_process(work: Callable[[], Any], folder: Path, seconds: float = 300) ->
 
 @dataclass
 class Race:
-    """What came out of one: samples of seconds per step, and who could not take part and why."""
+    """Result of a race: samples of seconds per step, and the contenders that failed, with the reason."""
 
     samples: dict[str, list[dict[str, float]]]
     failed: dict[str, str]
     checks: dict[str, dict[str, float]]
-    """Largest relative difference to the reference in the checked steps, of losses and of gradient norms."""
+    """Largest relative difference of losses and of gradient norms from the reference in the checked steps."""
     started: dict[str, float]
     """Wall seconds until the checked steps were done; contenders start at the same time."""
 
@@ -337,12 +339,13 @@ def race(
     """Let the contenders take turns, `rounds` times `steps` steps each.
 
     Args:
-        contenders: name -> the loop, run in a process of its own.
-        reference: the contender whose losses and gradient norms are compared with.
-        tolerances: of single contenders.
-        together: so many start at the same time.
-        warm_up: steps at the start of each turn that are not timed.
-        deadline: of `time.monotonic()`; then nobody starts any more and no round begins, and who was not timed is listed.
+        contenders: name -> the loop, run in a separate process.
+        reference: the contender whose losses and gradient norms the others must match.
+        tolerances: tolerances of single contenders.
+        together: number of contenders that start at the same time.
+        warm_up: number of steps at the start of each turn that are not timed.
+        deadline: value of `time.monotonic()` after which no contender starts and no round begins; contenders that were not timed
+            are listed.
     """
 
     def patience() -> float:
@@ -359,7 +362,7 @@ def race(
             worker.end()
         return Race(
             {},
-            failed | {n: f"nothing to compare with: {failed[reference]}" for n in names if n not in failed},
+            failed | {n: f"no reference to compare with: {failed[reference]}" for n in names if n not in failed},
             checks,
             started,
         )
@@ -382,7 +385,7 @@ def _take_turns(
     """Measure every worker once in each round, the first place rotating; a worker that fails leaves `workers`."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     took = 0.0
-    for round_ in range(-1, rounds):  # the first one warms up and does not count
+    for round_ in range(-1, rounds):  # round -1 warms up and does not count
         began = time.monotonic()
         if round_ > 0 and began + took > deadline:
             say(f"  {round_} rounds of {rounds}: the time was up")
@@ -447,7 +450,7 @@ def _check(
         if why is None and "failed" not in expected:
             checks[name] = {what: _difference(report[what], expected[what]) for what in ("losses", "norms")}
             bound = tolerances[name]
-            # A difference that is no number is no agreement either.
+            # A difference of nan is no agreement either.
             wrong = [f"{what} differ by {d:.1e}" for what, d in checks[name].items() if not d <= bound]
             if wrong:
                 why = f"{' and '.join(wrong)} from {reference} in the first {CHECKED_STEPS} steps, allowed {bound:.0e}"
@@ -457,7 +460,7 @@ def _check(
 
 
 def why_void(race: Race, bound: float, clock: str = "cpu") -> tuple[str | None, tuple[float, float, float] | None]:
-    """Why this race says nothing, if it does not, and ours over ours with its interval."""
+    """Return why this race is void (None: it is valid), and the ratio of ours to ours again with its interval."""
     for name in ("ours", "ours again"):
         if name in race.failed:
             return f"{name} failed, {race.failed[name]}", None
@@ -482,7 +485,7 @@ class Goal:
     """A bound on a number: `Goal("ratio", at_most=0.97)`."""
 
     of: str = "ratio"
-    """Which number of the figure it bounds: its ratio, or its median."""
+    """Number of the figure that is bounded: `ratio` or `median`."""
     at_most: float | None = None
     at_least: float | None = None
 
@@ -513,7 +516,7 @@ def figure(
 
     Args:
         ours, theirs: one sample per round; samples of one round belong together. Without `theirs` the median is ours.
-        scale: from samples to `unit`.
+        scale: factor from samples to `unit`.
     """
     ratio = low = high = None
     shown = ours if theirs is None else theirs
@@ -538,7 +541,7 @@ def figure(
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """ours / theirs, and its bootstrap 95 % interval over rounds, which are drawn together where there are equally many."""
+    """ours / theirs, and its bootstrap 95 % interval over rounds; with equal numbers of rounds, both are drawn together."""
     a, b = np.array(ours, dtype=float), np.array(theirs, dtype=float)
     draw = np.random.default_rng(0)
     rounds_a = draw.integers(0, len(a), (RESAMPLES, len(a)))
