@@ -13,6 +13,7 @@ from acc_lm.config.fields import (
     NAME_OF_SET,
     Count,
     Day,
+    NotLearned,
     Place,
     PositiveFloat,
     PositiveInt,
@@ -98,9 +99,9 @@ class DataConfig(Section):
     """Source of the text. python_stdlib: the standard library of this Python; synthetic: a Markov chain of known entropy; files: `files`; hub: `dataset`, by `datasets.load_dataset`; mixture: `mixture`."""
     mixture: Annotated[tuple[SourceConfig, ...], BeforeValidator(as_tuple)] = ()
     """Sources of a mixture, e.g. [{files: wiki.jsonl, weight: 0.7}, {dataset: org/code, weight: 0.3}]; implies source `mixture`."""
-    files: Strings = ()
+    files: Annotated[Strings, NotLearned] = ()
     """Files or globs for source `files`: txt, jsonl or ndjson, json, csv, parquet and arrow, also mixed."""
-    dataset: Place | None = None
+    dataset: Annotated[Place | None, NotLearned] = None
     """Dataset on the Hub or a local folder of data files, for source `hub`."""
     dataset_config: str | None = None
     """Configuration (subset) of the dataset."""
@@ -112,7 +113,7 @@ class DataConfig(Section):
     """Layout of a record; null: detected from its columns (text, prompt + completion, messages, instruction + output, conversations)."""
     train_on: Literal["assistant", "last_assistant", "all", "completion"] | None = None
     """Tokens of a conversation that are targets; null: those of the assistant, or of the completion."""
-    chat_template: Place | None = None
+    chat_template: Annotated[Place | None, NotLearned] = None
     """File with a Jinja chat template; null: the tokenizer's own template, or a plain one if it has none."""
     chat_template_date: Day | None = None
     """Date, as YYYY-MM-DD, for a chat template that prints the current date; null: the date of the first start of the run."""
@@ -128,9 +129,9 @@ class DataConfig(Section):
     """Maximum number of records without usable text, which are skipped and counted; one more is an error."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text, in bytes, to hold out when no other key names held-out text; taken in whole documents where possible, at most twice this share."""
-    eval_files: Strings = ()
+    eval_files: Annotated[Strings, NotLearned] = ()
     """Files or globs to evaluate on; all of `files` is then trained on."""
-    evaluation_sets: dict[str, Strings] = {}
+    evaluation_sets: Annotated[dict[str, Strings], NotLearned] = {}
     """Additional texts, each evaluated separately, e.g. {wiki: wiki.txt, code: [src/*.py]}; their metrics are eval/<name>/loss and so on."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
     """Targets per row, in tokens; a row holds one id more."""
@@ -144,9 +145,9 @@ class DataConfig(Section):
     """Rows of each stream that are shuffled together, block by block; the shards are then shuffled in each pass too. null: no shuffling."""
     synthetic_tokens: Annotated[int, Field(ge=1000)] = 2_000_000
     """Length of the synthetic training text, in symbols."""
-    num_workers: Count = 0
+    num_workers: Annotated[Count, NotLearned] = 0
     """Number of processes that read rows ahead, per training process (at least one for streams); never changes the result."""
-    cache_dir: Place | None = None
+    cache_dir: Annotated[Place | None, NotLearned] = None
     """Folder in which token rows are cached; null: $ACC_LM_CACHE, else ~/.cache/acc-lm."""
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from datetime import date
+from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -89,6 +90,21 @@ NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 EVALUATION_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 """Metrics of the held-out text and of each evaluation set."""
 NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
+
+
+class Marker(Enum):
+    """Note beside a field or a section: whether its value changes what is learned. Fields without one do.
+
+    Fields that are not learned may change on resume: they decide where and how a run is carried out. They include places
+    whose content is compared instead: the text and the tokenizer by the key of the rows, the base model by the checksum of
+    its weights.
+    """
+
+    NOT_LEARNED = "not learned"
+    LEARNED = "learned, in a section that is not"
+
+
+NotLearned, Learned = Marker.NOT_LEARNED, Marker.LEARNED
 
 
 class Section(BaseModel):

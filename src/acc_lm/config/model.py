@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from acc_lm.config.fields import (
+    NotLearned,
     Place,
     PositiveFloat,
     PositiveInt,
@@ -20,21 +21,21 @@ from acc_lm.config.fields import (
 class ModelConfig(Section):
     """Model to train: `name_or_path` continues from existing weights, `config` starts from scratch."""
 
-    name_or_path: Place | None = None
+    name_or_path: Annotated[Place | None, NotLearned] = None
     """Hub id or local folder of a causal language model to continue from."""
-    revision: str | None = None
+    revision: Annotated[str | None, NotLearned] = None
     """Branch, tag or commit of the Hub id."""
     config: Settings | None = None
     """Config of a model from scratch: a `model_type` of transformers and its own field names; vocab_size, bos_token_id and eos_token_id come from the tokenizer if left out."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of the parameters; compute precision is `training.mixed_precision`."""
-    gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(no_number)] = False
+    gradient_checkpointing: Annotated[Literal[False, True, "selective"], BeforeValidator(no_number), NotLearned] = False
     """Recompute activations in the backward pass, with the same result. true: all of a block, least memory, about a third more compute; selective: all but matrix products and attention (FlexAttention is recomputed outside compiled models), about half the memory."""
     freeze: Strings = ()
     """Name patterns of parameters that are not trained, e.g. `model.embed_tokens.*`; each must match at least one."""
     resize_embeddings: bool = False
     """Enlarge the embeddings when the tokenizer has more ids than the model."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, NotLearned] = False
     """Run Python code that a model repository contains."""
     router_loss: Literal["exact", "per_micro_batch", "off"] = "exact"
     """Load-balancing loss of a mixture of experts, times the model's own coefficient (`router_aux_loss_coef`); no effect on other models. exact: over the global batch however it is split, at the cost of a second forward pass under accumulation; per_micro_batch: mean over the micro-batches, as in other tools; off: none."""
@@ -91,7 +92,7 @@ class AdapterConfig(Section):
 class TokenizerConfig(Section):
     """Tokenizer of the text: an existing one, or one built from the training split."""
 
-    name_or_path: Place | None = None
+    name_or_path: Annotated[Place | None, NotLearned] = None
     """Hub id or local folder; takes precedence over `kind`. null: the tokenizer of `model.name_or_path`, else `kind`."""
     revision: str | None = None
     """Branch, tag or commit of the Hub id."""

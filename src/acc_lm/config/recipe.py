@@ -17,7 +17,9 @@ from acc_lm.config.fields import (
     EVALUATION_METRICS,
     Count,
     Folder,
+    Learned,
     NameInTracker,
+    NotLearned,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -116,9 +118,9 @@ class DistributedConfig(Section):
     """Size of a gradient bucket, in MiB."""
     static_graph: bool = False
     """Declare to DDP that every step uses the same parameters."""
-    comm_hook: Literal["none", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "none"
+    comm_hook: Annotated[Literal["none", "fp16", "bf16", "power_sgd", "batched_power_sgd"], Learned] = "none"
     """Compression of the gradient all-reduce; every choice but none changes the numbers."""
-    comm_hook_arguments: Settings = Field(default_factory=dict)
+    comm_hook_arguments: Annotated[Settings, Learned] = Field(default_factory=dict)
     """Arguments of the PowerSGD hooks, by torch's names: matrix_approximation_rank, start_powerSGD_iter, ..."""
     broadcast_buffers: bool = True
     """Let DDP copy the main process's buffers to all processes before each forward pass."""
@@ -135,7 +137,7 @@ class DistributedConfig(Section):
 class Config(Section):
     """Complete recipe."""
 
-    output_dir: Folder = "runs/quickstart"
+    output_dir: Annotated[Folder, NotLearned] = "runs/quickstart"
     """Folder of the run, relative to the folder in which the command is run."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the initial weights, the order of the rows and dropout."""
@@ -146,11 +148,11 @@ class Config(Section):
     training: TrainingConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    profile: ProfileConfig = ProfileConfig()
-    export: ExportConfig = ExportConfig()
-    distributed: DistributedConfig = DistributedConfig()
+    checkpoint: Annotated[CheckpointConfig, NotLearned] = CheckpointConfig()
+    tracking: Annotated[TrackingConfig, NotLearned] = TrackingConfig()
+    profile: Annotated[ProfileConfig, NotLearned] = ProfileConfig()
+    export: Annotated[ExportConfig, NotLearned] = ExportConfig()
+    distributed: Annotated[DistributedConfig, NotLearned] = DistributedConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -271,46 +273,19 @@ class Mode(Enum):
     EVAL_ONLY = "eval only"
 
 
-# Keys that decide where and how a run is carried out, not what it learns: they may change on resume.
-NOT_LEARNED = (
-    "output_dir",
-    "checkpoint",
-    "tracking",
-    "profile",
-    "export",
-    "distributed",
-    "data.files",  # their content is compared instead
-    "data.eval_files",
-    "data.dataset",
-    "data.evaluation_sets",
-    "data.num_workers",
-    "data.cache_dir",
-    "training.micro_batch_size",
-    "training.find_micro_batch_size",
-    "training.log_every",
-    "training.eval_every",
-    "training.eval_every_epochs",
-    "training.eval_batches",
-    "training.early_stopping_patience",
-    "training.early_stopping_min_improvement",
-    "training.max_minutes",
-    "training.max_nonfinite_steps",
-    "training.deterministic",
-    "training.cudnn_attention",
-    "model.gradient_checkpointing",
-    # Places, whose content is compared instead: the text and the tokenizer by the key of the rows, the base model by
-    # the checksum of its weights.
-    "data.files",
-    "data.eval_files",
-    "data.dataset",
-    "data.chat_template",
-    "tokenizer.name_or_path",
-    "model.name_or_path",
-    "model.revision",
-    "model.trust_remote_code",
-)
-LEARNED = ("distributed.comm_hook", "distributed.comm_hook_arguments")
-"""Keys in sections of NOT_LEARNED that change the numbers nevertheless."""
+def is_learned(key: str) -> bool:
+    """Whether the value of a key, or of a section, changes what is learned; the nearest marker decides."""
+    section: type[Section] = Config
+    learned = True
+    for name in key.split("."):
+        field = section.model_fields.get(name)
+        if field is None:
+            break
+        learned = Learned in field.metadata or (learned and NotLearned not in field.metadata)
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+            break
+        section = field.annotation
+    return learned
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -336,8 +311,7 @@ def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple
     changes = {}
     for key in sorted(before.keys() | after.keys()):
         name = re.sub(r"^data\.mixture\.\d+\.", "data.", key)
-        is_free, is_learned = (any(f"{name}.".startswith(f"{k}.") for k in keys) for keys in (NOT_LEARNED, LEARNED))
-        if is_free and not is_learned:
+        if not is_learned(name):
             continue
         was, now = before.get(key), after.get(key)
         if key == "data.mixture":  # places, as above

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, model_validator
 from acc_lm.config.fields import (
     Beta,
     Count,
+    NotLearned,
     PositiveFloat,
     PositiveInt,
     Rate,
@@ -29,9 +30,9 @@ class TrainingConfig(Section):
     """Passes over the training rows; give this or `max_steps`."""
     global_batch_size: PositiveInt = 16
     """Rows per optimizer step, over all processes."""
-    micro_batch_size: PositiveInt = 16
+    micro_batch_size: Annotated[PositiveInt, NotLearned] = 16
     """Maximum number of rows per forward pass of one process; affects memory, never the result."""
-    find_micro_batch_size: bool = False
+    find_micro_batch_size: Annotated[bool, NotLearned] = False
     """Before the first step, try a full micro-batch and reduce it until it fits on all processes; the global batch stays the same."""
     mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | None = None
     """Compute precision; null: that of the Accelerate config."""
@@ -39,29 +40,29 @@ class TrainingConfig(Section):
     """torchao's fp8 scaling recipe: by tensor (fastest), by row, or by row with the weights' gradients in 16 bits."""
     allow_tf32: bool = False
     """Let fp32 matrix products use TF32 on GPUs that have it."""
-    cudnn_attention: bool = True
+    cudnn_attention: Annotated[bool, NotLearned] = True
     """Use cuDNN's attention on Hopper GPUs wherever it can replace another kernel; changes nothing but rounding."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, NotLearned] = False
     """Use only deterministic kernels (slower on a GPU)."""
-    log_every: PositiveInt = 10
+    log_every: Annotated[PositiveInt, NotLearned] = 10
     """Period of the training log, in steps."""
-    eval_every: PositiveInt | None = 100
+    eval_every: Annotated[PositiveInt | None, NotLearned] = 100
     """Period of the evaluation, in steps; null: none by steps. The last step is always evaluated."""
-    eval_every_epochs: PositiveFloat | None = None
+    eval_every_epochs: Annotated[PositiveFloat | None, NotLearned] = None
     """Period of the evaluation, in passes over the training rows, in addition to `eval_every`; null: none."""
-    eval_batches: PositiveInt | None = None
+    eval_batches: Annotated[PositiveInt | None, NotLearned] = None
     """Number of batches of `global_batch_size` rows to evaluate on, also for each evaluation set; null: all held-out rows."""
-    early_stopping_patience: PositiveInt | None = None
+    early_stopping_patience: Annotated[PositiveInt | None, NotLearned] = None
     """Number of evaluations in a row without an improvement of `checkpoint.best_metric` that end the run; null: never."""
-    early_stopping_min_improvement: Rate = 0.0
+    early_stopping_min_improvement: Annotated[Rate, NotLearned] = 0.0
     """Amount that an improvement over the best evaluation must exceed to count, in the metric's own unit."""
-    max_nonfinite_steps: PositiveInt = 3
+    max_nonfinite_steps: Annotated[PositiveInt, NotLearned] = 3
     """Number of steps in a row with a non-finite gradient that end the run; such a step is skipped and changes no weight."""
     on_spike: Literal["ignore", "warn", "rewind", "stop"] = "warn"
     """Reaction to a loss spike. rewind: return to the weights of the last checkpoint and continue with the data after the spike; rewind and stop check every step."""
     spike_threshold: PositiveFloat = 10.0
     """Threshold of a spike: a loss above the median of the last 64 steps by more than this many of their robust standard deviations, and by more than 10 %."""
-    max_minutes: PositiveFloat | None = None
+    max_minutes: Annotated[PositiveFloat | None, NotLearned] = None
     """Time limit, in minutes since the start, after which the run saves and stops; run the same command to resume. null: none."""
 
     @model_validator(mode="after")
