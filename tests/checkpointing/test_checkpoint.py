@@ -20,11 +20,12 @@ from processes import ROOT, launcher_environment, run_everywhere, run_training, 
 from test_resume import different, tensors_of, wait_for
 
 from acc_lm.checkpointing import resuming, rotation
-from acc_lm.checkpointing.format import FORMAT, MANIFEST, STATE, Checkpoint, problem_with
+from acc_lm.checkpointing.format import FORMAT, Checkpoint, problem_with
 from acc_lm.config import TokenizerConfig
 from acc_lm.config.loading import load_config
 from acc_lm.errors import CheckpointError, ConfigError
 from acc_lm.run_files.metrics_file import read
+from acc_lm.run_files.names import MANIFEST, STATE
 from acc_lm.run_files.summary import write_failure
 from acc_lm.text.tokenizer import make_tokenizer
 

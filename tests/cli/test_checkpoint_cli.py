@@ -11,8 +11,9 @@ import pytest
 import torch
 from processes import ROOT, launcher_environment, run_training
 
-from acc_lm.checkpointing.format import MANIFEST, checksum
+from acc_lm.checkpointing.format import checksum
 from acc_lm.cli import main
+from acc_lm.run_files.names import MANIFEST
 
 KINDS = {"single": 1, "fsdp2": 2, "deepspeed_zero1": 2, "deepspeed_zero3": 2}
 DAMAGES = ("missing", "empty", "truncated", "flipped", "of another step")

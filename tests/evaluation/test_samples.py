@@ -17,7 +17,8 @@ from test_stop import tell, train_with, wrap
 
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
-from acc_lm.run_files.metrics_file import SAMPLES, read
+from acc_lm.run_files.metrics_file import read
+from acc_lm.run_files.names import SAMPLES
 
 DROPOUT = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 128, resid_pdrop: 0.7, embd_pdrop: 0.7}"
 PROMPTS = ["red green", "the river\nsings", "日本"]

@@ -157,6 +157,17 @@ def public_names(file: Path) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
+def test_the_files_of_a_run_are_named_in_one_place() -> None:
+    """For arguments of functions and parts of paths; messages may name a file as the user sees it."""
+    names = ast.parse((SOURCE / "run_files/names.py").read_text())
+    files = {node.value for node in ast.walk(names) if isinstance(node, ast.Constant) and "." in str(node.value)[:-1]}
+    assert "state.json" in files
+    for file in [*MODULES, ROOT / "train.py"]:
+        if file != SOURCE / "run_files/names.py":
+            constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+            assert not constants & (files - {ast.get_docstring(names)}), file.name
+
+
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_inside_of_a_room_with_a_front_is_imported_by_itself_only(front: str) -> None:
     """Other rooms get what the front lists: so the name of a strategy, for one, cannot leave through a side door."""

@@ -16,12 +16,13 @@ from test_checkpoint import steps_of
 from test_resume import assert_equal_runs
 from test_stop import tell, train_with, wrap
 
-from acc_lm.checkpointing.format import MANIFEST, STATE, Checkpoint
+from acc_lm.checkpointing.format import Checkpoint
 from acc_lm.checkpointing.rotation import rotate
 from acc_lm.config import CheckpointConfig, TrainingConfig
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
 from acc_lm.run_files.metrics_file import read
+from acc_lm.run_files.names import MANIFEST, STATE
 from acc_lm.training.early_stopping import EarlyStopping
 
 # The rate is so high that the loss falls to step 4 and has risen at step 6, far beyond any rounding.

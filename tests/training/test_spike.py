@@ -14,8 +14,9 @@ from processes import Finished, Launch
 from test_nonfinite import train_with_bad_losses
 from test_resume import assert_equal_runs, different, tensors_of
 
-from acc_lm.checkpointing.format import MANIFEST, STATE, checksum
+from acc_lm.checkpointing.format import checksum
 from acc_lm.run_files.metrics_file import read
+from acc_lm.run_files.names import MANIFEST, STATE
 
 LONG = ["training.max_steps=30", "checkpoint.every=6", "checkpoint.keep_last=null", "training.log_every=5", "training.eval_every=null",
         "training.micro_batch_size=6"]  # fmt: skip

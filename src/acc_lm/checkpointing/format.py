@@ -16,7 +16,7 @@ import xxhash
 from acc_lm.config import CheckpointConfig
 from acc_lm.errors import CheckpointError, ConfigError
 from acc_lm.progress import Progress
-from acc_lm.run_files import metrics_file
+from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, METRICS, SAMPLES, STATE
 from acc_lm.runtime import on_main
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 FORMAT = 2
-STATE, MANIFEST = "state.json", "manifest.json"
 LARGEST_JSON = 1 << 26  # bytes
 TENSORS = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")
 NEEDED = (
@@ -98,7 +97,7 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
 
 def newest_step(output_dir: Path) -> int:
     """Step of the newest complete checkpoint of a run, without reading checksums of tensors; 0 without any."""
-    found = step_folders(output_dir / "checkpoints")
+    found = step_folders(output_dir / CHECKPOINTS)
     return max((step for step, folder in found if problem_with(folder, read_all=False) is None), default=0)
 
 
@@ -117,7 +116,7 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, config: Checkpoi
 
 
 def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
-    root = output_dir / "checkpoints"
+    root = output_dir / CHECKPOINTS
     folders = sorted(step_folders(root), reverse=True)
     if resume == "never":
         if folders:
@@ -198,7 +197,7 @@ def problem_with(folder: Path, read_all: bool = True) -> str | None:
     if not (folder / MANIFEST).is_file():
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return "an exported model, not a checkpoint (model.name_or_path starts from one)"
-        if (folder / "checkpoints").is_dir():
+        if (folder / CHECKPOINTS).is_dir():
             return f"the folder of a run; its newest checkpoint is {folder / 'checkpoints' / 'latest'}"
         return f"{MANIFEST} is missing"
     from safetensors import SafetensorError, safe_open
@@ -261,14 +260,14 @@ def set_aside(output_dir: Path, found: Found) -> list[Path]:
     `tmp-*` leftovers are deleted. The record (metrics and samples) is later cut at the resumed step, so it is copied first
     when intact checkpoints are set aside.
     """
-    root = output_dir / "checkpoints"
+    root = output_dir / CHECKPOINTS
     moved = []
     after_step = found.checkpoint.progress.step if found.checkpoint and is_own(output_dir, found.checkpoint) else -1
     for leftover in (*root.glob("tmp-step-*"), *root.glob("tmp-latest"), *root.glob("tmp-best")):
         shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
     left = [folder for step, folder in step_folders(root) if step > after_step]
     if {*left} - {folder for folder, _ in found.damaged}:
-        for file in (output_dir / metrics_file.METRICS_FILE, output_dir / metrics_file.SAMPLES):
+        for file in (output_dir / METRICS, output_dir / SAMPLES):
             if file.is_file():
                 shutil.copyfile(file, free_name(file))
     for folder in left:
@@ -280,7 +279,7 @@ def set_aside(output_dir: Path, found: Found) -> list[Path]:
 
 def is_own(output_dir: Path, checkpoint: Checkpoint) -> bool:
     """True when the checkpoint is in the run's own folder; False when `checkpoint.resume` named one elsewhere."""
-    return checkpoint.folder.parent == (output_dir / "checkpoints").resolve()
+    return checkpoint.folder.parent == (output_dir / CHECKPOINTS).resolve()
 
 
 def checksum(file: Path) -> str:

@@ -30,7 +30,8 @@ from acc_lm.config.loading import dump_config, load_config
 from acc_lm.errors import CheckpointError, ConfigError, DivergedError, UserError
 from acc_lm.files import write_json
 from acc_lm.run_files import metrics_file
-from acc_lm.run_files.summary import ENVIRONMENT, read_summary
+from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, RECIPE
+from acc_lm.run_files.summary import read_summary
 from acc_lm.runtime import Identity, close, environment, on_main
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def day_of_run(
 def _recipe_of_earlier_start(config: Config) -> dict[str, Any]:
     """Recipe in `output_dir` of an earlier start that reached no checkpoint; empty when missing or different."""
     try:
-        earlier = load_config(Path(config.output_dir) / "config.yaml")
+        earlier = load_config(Path(config.output_dir) / RECIPE)
     except (UserError, OSError):
         return {}
     same = with_day(earlier, config.data.chat_template_date)
@@ -212,8 +213,8 @@ def is_complete(accelerator: Accelerator, output_dir: Path, config: Config) -> b
 
 
 def _already_complete(output_dir: Path, config: Config) -> str | None:
-    final, summary = output_dir / "final", read_summary(output_dir)
-    if not final.is_dir() or not any(final.iterdir()) or any((output_dir / "checkpoints").glob("step-*")):
+    final, summary = output_dir / FINAL, read_summary(output_dir)
+    if not final.is_dir() or not any(final.iterdir()) or any((output_dir / CHECKPOINTS).glob("step-*")):
         return None
     ways = f"choose another output_dir (output_dir={_next_name(config.output_dir)}), or remove {final} to start from scratch"
     if config.checkpoint.resume == "never":
@@ -223,7 +224,7 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
     try:
         if "exported_step" not in summary:
             raise ConfigError("no word of it in summary.json")
-        finished = load_config(output_dir / "config.yaml")
+        finished = load_config(output_dir / RECIPE)
     except (UserError, OSError) as error:
         raise CheckpointError(
             f"{final} must be the end of a run that is known, got one without checkpoints: {error}; {ways}"
@@ -273,7 +274,7 @@ def begin(
     is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     # After a start from a checkpoint elsewhere, the record in this folder belongs to another lineage.
     metrics_file.keep_until(output_dir, -1 if is_elsewhere else step)
-    (output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (output_dir / RECIPE).write_text(dump_config(config), encoding="utf-8")
     for entry in (output_dir / "tokenizer").glob("*"):  # tokenizers would raise an error of its own at a folder
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -14,12 +14,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from acc_lm.checkpointing.format import MANIFEST, STATE, free_name, step_folders
+from acc_lm.checkpointing.format import free_name, step_folders
 from acc_lm.config import CheckpointConfig
 from acc_lm.crash_points import crash_point
 from acc_lm.errors import UNSUPPORTED, warn_once
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.metrics_file import gain
+from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, STATE
 from acc_lm.runtime import on_main
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def is_among_best(
 
 
 def _beats_the_best(output_dir: Path, value: float, config: CheckpointConfig) -> bool:
-    gains = [kept for kept, _ in _ranking(output_dir / "checkpoints", config.best_metric)]
+    gains = [kept for kept, _ in _ranking(output_dir / CHECKPOINTS, config.best_metric)]
     if not config.keep_best or not math.isfinite(value):
         return False
     return len(gains) < config.keep_best or gain(config.best_metric, value) > gains[config.keep_best - 1]
@@ -117,13 +118,13 @@ def _beats_the_best(output_dir: Path, value: float, config: CheckpointConfig) ->
 
 def best_checkpoint(output_dir: Path, metric: str) -> Path | None:
     """Checkpoint with the best evaluation; None without an evaluated one."""
-    ranking = _ranking(output_dir / "checkpoints", metric)
+    ranking = _ranking(output_dir / CHECKPOINTS, metric)
     return ranking[0][1] if ranking else None
 
 
 def link_best(accelerator: Accelerator, output_dir: Path, metric: str) -> Path | None:
     """Point the link `best` at the best checkpoint and return it, or None; the same answer on every process."""
-    return on_main(accelerator, lambda: _link_best(output_dir / "checkpoints", metric))
+    return on_main(accelerator, lambda: _link_best(output_dir / CHECKPOINTS, metric))
 
 
 def _link_best(root: Path, metric: str) -> Path | None:

@@ -21,6 +21,7 @@ from acc_lm.checkpointing.writing import Snapshot, state_of, take_snapshot, writ
 from acc_lm.config import Config
 from acc_lm.launcher import is_torchrun, shutdown_seconds
 from acc_lm.progress import Progress
+from acc_lm.run_files.names import CHECKPOINTS
 from acc_lm.runtime import cpu_group, gather_objects
 from acc_lm.stop import FAILED_SAVE, StopRequest
 
@@ -133,7 +134,7 @@ class Saver:
             self._collect()
 
     def _write(self, snapshot: Snapshot, began: float) -> Saved:
-        root = self._output_dir / "checkpoints"
+        root = self._output_dir / CHECKPOINTS
         folder, num_bytes = write_checkpoint(self._accelerator, root, snapshot, self._config.checkpoint, self._group)
         return Saved(folder, num_bytes, time.monotonic() - began)
 

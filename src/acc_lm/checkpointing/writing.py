@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_lm.checkpointing.format import FORMAT, MANIFEST, STATE, checksum, free_name
+from acc_lm.checkpointing.format import FORMAT, checksum, free_name
 from acc_lm.checkpointing.loading import BUFFER, kept_pieces, kept_shapes, persistent_buffers
 from acc_lm.checkpointing.rotation import rotate
 from acc_lm.config import CheckpointConfig, Config
@@ -23,6 +23,7 @@ from acc_lm.errors import StorageError
 from acc_lm.files import flush, make_readable, storage_errors
 from acc_lm.modeling.adapter import base_checksum
 from acc_lm.progress import Progress
+from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, STATE
 from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     Raises:
         StorageError: names the space that is needed and the space that is free.
     """
-    root = output_dir / "checkpoints"
+    root = output_dir / CHECKPOINTS
     planned = 1 + (num_steps // config.every if config.every else 0)
     kept = planned if config.keep_last is None else min(planned, config.keep_last + config.keep_best)
     widths = {name: p.element_size() for name, p in bare_model(model).named_parameters()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.run_files.names import CHECKPOINTS, STATE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,7 @@ def list_checkpoints(run: Path) -> int:
     from acc_lm.checkpointing.rotation import best_checkpoint
     from acc_lm.redaction import printable
 
-    root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    root = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
     folders = sorted(path for path in root.glob("*step-*") if path.is_dir() and not path.name.startswith("tmp-"))
     if not folders:
         raise CheckpointError(f"{run} must hold checkpoints, got none; name the folder of a run")
@@ -64,7 +65,7 @@ def list_checkpoints(run: Path) -> int:
         problem = problem_with(folder)
         size = sum(file.lstat().st_size for file in folder.iterdir())
         try:
-            state = dict(json.loads((folder / "state.json").read_text()))
+            state = dict(json.loads((folder / STATE).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             state = {}
         measured = state.get("evaluation") or {"eval/loss": state.get("eval_loss")}
@@ -81,7 +82,7 @@ def _best_metric(folders: list[Path]) -> str:
     """Metric by which the newest readable checkpoint ranks evaluations, else eval/loss."""
     for folder in reversed(folders):
         try:
-            metric = json.loads((folder / "state.json").read_text())["recipe"]["checkpoint"]["best_metric"]
+            metric = json.loads((folder / STATE).read_text())["recipe"]["checkpoint"]["best_metric"]
             if isinstance(metric, str):
                 return metric
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -144,7 +145,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
         raise ConfigError(
             f"the tokenizer must be beside the run, got nothing at {source}; name its folder with --tokenizer"
         )
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
     weights = {}
     for name, tensor in read_tensors(folder):
         kind, _, parameter = name.partition("/")

@@ -20,6 +20,7 @@ from acc_lm.config import Config
 from acc_lm.config.loading import dump_config, load_config
 from acc_lm.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from acc_lm.redaction import printable
+from acc_lm.run_files.names import ENVIRONMENT, FINAL, MANIFEST, RECIPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from acc_lm.evaluation.scoring import ScoredText, Scores
     from acc_lm.runtime import Identity
 
-METRICS = {"exact_match": "ExactMatch", "bleu": "Bleu", "rouge": "Rouge"}
+ANSWER_METRICS = {"exact_match": "ExactMatch", "bleu": "Bleu", "rouge": "Rouge"}
 """Modules of `acc_lm.evaluation.metrics`, and their classes."""
 BATCH_SIZE = 16
 LONGEST_ROW = 1024
@@ -221,7 +222,7 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         raise ConfigError(
             f"--data must name files to evaluate on, got none, and {request.model} {is_there}, which would say what it held out; add it"
         )
-    recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
+    recipe = load_config(run / RECIPE).model_dump(mode="json") if run else {}
     data: dict[str, Any] = dict(recipe.get("data", {})) | {
         "chat_template": None,
         "chat_template_date": None,
@@ -274,7 +275,7 @@ def _recipe_values(request: Request, model: str, data: dict[str, Any], recipe: d
 def _environment_of(run: Path) -> dict[str, Any]:
     """`environment.json` of a run, with the folder in which it was started and the text it was trained on."""
     try:
-        found = json.loads((run / "environment.json").read_text())
+        found = json.loads((run / ENVIRONMENT).read_text())
         if found["text_key"] and Path(found["working_directory"]).is_absolute():
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
@@ -321,7 +322,7 @@ def _find_model(name: str) -> tuple[str, Path | None]:
 
     folder = Path(name).expanduser()
     if _is_run(folder):
-        final = folder / "final"
+        final = folder / FINAL
         if not final.is_dir():
             raise ConfigError(
                 f"MODEL must be a run that has exported its model, got {name} without final/; evaluate its newest checkpoint with "
@@ -334,7 +335,7 @@ def _find_model(name: str) -> tuple[str, Path | None]:
                 f"let it end, name {final} all the same, or make a model of the newest: acc-lm checkpoint convert-to-hf"
             )
         return str(final), folder
-    if (folder / "manifest.json").is_file():
+    if (folder / MANIFEST).is_file():
         raise ConfigError(
             f"MODEL must be the folder of a model, got the checkpoint {name}; make one of it: acc-lm checkpoint convert-to-hf {name} OUTPUT"
         )
@@ -345,7 +346,7 @@ def _find_model(name: str) -> tuple[str, Path | None]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
+    return (folder / RECIPE).is_file() and (folder / ENVIRONMENT).is_file()
 
 
 def _longest_row(model: str, request: Request) -> int:
@@ -486,7 +487,7 @@ def _grade(text: ScoredText, answers: list[str | None]) -> tuple[dict[str, float
     if missing:
         notes.append(f"{missing} prompts leave no room for an answer in the model's positions; they count as wrong")
     with tempfile.TemporaryDirectory() as folder:
-        for name, kind in METRICS.items():
+        for name, kind in ANSWER_METRICS.items():
             try:
                 module = importlib.import_module(f"acc_lm.evaluation.metrics.{name}")
             except ModuleNotFoundError as error:

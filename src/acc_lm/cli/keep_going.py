@@ -19,8 +19,9 @@ from acc_lm.config import Mode
 from acc_lm.errors import ConfigError, CrashLoopError, MachineError
 from acc_lm.launcher import adopt_orphans, request_death_signal
 from acc_lm.run_files.metrics_file import newest_checkpoint
+from acc_lm.run_files.names import SUMMARY
 from acc_lm.run_files.output_dir import check_not_in_use, check_output_dir, when_taken
-from acc_lm.run_files.summary import SUMMARY_FILE, write_failure
+from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import SIGNALS
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
@@ -202,7 +203,7 @@ def _no_run(code: int, output_dir: Path) -> MachineError:
 
 def _summary(output_dir: Path) -> dict[str, Any]:
     try:
-        summary: dict[str, Any] = json.loads((output_dir / SUMMARY_FILE).read_text())
+        summary: dict[str, Any] = json.loads((output_dir / SUMMARY).read_text())
         return summary
     except (OSError, ValueError):
         return {}

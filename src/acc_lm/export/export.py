@@ -20,6 +20,7 @@ from acc_lm.files import make_readable
 from acc_lm.modeling.adapter import ADAPTER_NAME as ADAPTER
 from acc_lm.modeling.adapter import base_checksum, save_adapter
 from acc_lm.redaction import CONTROL
+from acc_lm.run_files.names import FINAL
 from acc_lm.runtime import (
     WEIGHT,
     Piece,
@@ -55,7 +56,7 @@ def export_model(
         step: step of the weights.
         run_step: step that the run has reached; larger than `step` if the best weights are not the last.
     """
-    folder = Path(config.output_dir) / "final"
+    folder = Path(config.output_dir) / FINAL
     work = folder.with_name("tmp-final")
     bare: Any = bare_model(model)
     weights = whole_weights(accelerator, model, optimizer)

@@ -30,7 +30,7 @@ from acc_lm.runtime import Memory, gather_objects
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-FOLDER, SUMMARY = "profile", "summary.txt"
+FOLDER, PAGE = "profile", "summary.txt"
 NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -131,9 +131,9 @@ class Profile:
         if problem := next((of["problem"] for of in everyone if "problem" in of), None):
             print(f"warning: there is no profile: {problem}", flush=True)
             return
-        (self._folder / SUMMARY).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
+        (self._folder / PAGE).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
         last = self._first + len(mine["steps"]) - 1
-        print(f"profile of steps {self._first} to {last}: {self._folder / SUMMARY}", flush=True)
+        print(f"profile of steps {self._first} to {last}: {self._folder / PAGE}", flush=True)
 
     def stop(self) -> None:
         """Stop the profiler without writing anything."""

@@ -26,6 +26,7 @@ from urllib.parse import urlparse
 from acc_lm.config import Config, flatten, learned_changes
 from acc_lm.redaction import printable, redact
 from acc_lm.run_files import metrics_file
+from acc_lm.run_files.names import SAMPLES
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,7 +64,7 @@ class Tracking:
         known: dict[int, dict[str, Any]] = {}
         for entry in metrics_file.read(output_dir):
             known.setdefault(entry.pop("step"), {}).update(entry)
-        for sample in metrics_file.read(output_dir, metrics_file.SAMPLES):
+        for sample in metrics_file.read(output_dir, SAMPLES):
             if sample["step"] in known:
                 known[sample["step"]].setdefault("samples", []).append(sample)
         for row in known.items():

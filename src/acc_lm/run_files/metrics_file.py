@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm.files import to_json
-
-METRICS_FILE = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-PICTURE = "training_curves.png"
+from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, METRICS, PICTURE, SAMPLES
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
     """Append one line of plain floats, the step first; nan and infinity are written as null."""
-    with (output_dir / METRICS_FILE).open("a") as file:
+    with (output_dir / METRICS).open("a") as file:
         file.write(to_json({"step": step, **metrics}) + "\n")
 
 
-def read(output_dir: Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
+def read(output_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
     """Read all intact lines, with nan for null; lines damaged by a killed process or a power cut are skipped."""
     try:
         lines = (output_dir / name).read_text(errors="replace").splitlines()
@@ -41,7 +38,7 @@ def read(output_dir: Path, name: str = METRICS_FILE) -> list[dict[str, Any]]:
 
 def newest_checkpoint(output_dir: Path) -> Path | None:
     """Checkpoint folder of the highest step with a manifest, None without any; no file in it is read."""
-    manifests = (output_dir / "checkpoints").resolve().glob("step-*/manifest.json")
+    manifests = (output_dir / CHECKPOINTS).resolve().glob(f"step-*/{MANIFEST}")
     steps = {file.parent.name.removeprefix("step-"): file.parent for file in manifests}
     return max(((int(step), folder) for step, folder in steps.items() if step.isdecimal()), default=(0, None))[1]
 
@@ -81,7 +78,7 @@ def epochs(entries: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
 
 def keep_until(output_dir: Path, step: int) -> None:
     """Drop entries after `step`: the run resumes there and will log them again."""
-    _write(output_dir, METRICS_FILE, [entry for entry in read(output_dir) if entry["step"] <= step])
+    _write(output_dir, METRICS, [entry for entry in read(output_dir) if entry["step"] <= step])
     if (output_dir / SAMPLES).exists():
         _write(output_dir, SAMPLES, [entry for entry in read(output_dir, SAMPLES) if entry["step"] <= step])
 

@@ -14,22 +14,22 @@ from typing import IO
 
 from acc_lm.errors import ConfigError, warn_once
 from acc_lm.launcher import is_main_process
-from acc_lm.run_files import metrics_file
-from acc_lm.run_files.summary import ENVIRONMENT, SUMMARY_FILE, read_json_file, read_summary
+from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, METRICS, PICTURE, RECIPE, SAMPLES, SUMMARY
+from acc_lm.run_files.summary import read_json_file, read_summary
 
 LOCK = ".lock"
 WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
 """Names that a run writes, except for the folders of checkpoints and trackers, which may be links to another disk."""
 FILES = (
-    "config.yaml",
+    RECIPE,
     ENVIRONMENT,
-    metrics_file.METRICS_FILE,
-    metrics_file.SAMPLES,
-    SUMMARY_FILE,
-    metrics_file.PICTURE,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    PICTURE,
     LOCK,
 )
-FOLDERS = ("checkpoints", "final", "tmp-final", "tokenizer", "profile")
+FOLDERS = (CHECKPOINTS, FINAL, "tmp-final", "tokenizer", "profile")
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def _is_of_a_run(output_dir: Path) -> bool:
     return (
         "strategy" in read_json_file(output_dir / ENVIRONMENT)
         or {"status", "exit_code", "attempt"} <= read_summary(output_dir).keys()
-        or any((output_dir / "checkpoints").glob("step-*"))
+        or any((output_dir / CHECKPOINTS).glob("step-*"))
     )
 
 

@@ -15,9 +15,8 @@ from acc_lm.files import write_json
 from acc_lm.launcher import is_main_process, process_index
 from acc_lm.redaction import redact
 from acc_lm.run_files import metrics_file
+from acc_lm.run_files.names import STATE, SUMMARY
 
-SUMMARY_FILE = "summary.json"
-ENVIRONMENT = "environment.json"
 """First file that a run writes into its folder, which marks the folder as that of a run."""
 MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final")
 """Facts of an attempt that stay in the summary when a later attempt fails, because they remain true."""
@@ -29,7 +28,7 @@ def write_summary(output_dir: Path, *, status: str, exit_code: int, reason: str 
     entries = metrics_file.read(output_dir)
     _, train = metrics_file.series(entries, "train/loss")
     write_json(
-        output_dir / SUMMARY_FILE,
+        output_dir / SUMMARY,
         {
             "status": status,
             "exit_code": exit_code,
@@ -76,7 +75,7 @@ def write_failure(
         return
     folder = Path(output_dir)
     with contextlib.suppress(Exception):  # no further error, such as a full disk, may hide the original one
-        file = folder / SUMMARY_FILE
+        file = folder / SUMMARY
         is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
         if folder.is_dir() and not is_said:
             made = {key: value for key, value in read_summary(folder).items() if key in MADE}
@@ -90,7 +89,7 @@ def _standing(output_dir: Path) -> dict[str, Any]:
     if newest is None:
         return {}
     try:
-        progress = json.loads((newest / "state.json").read_text())["progress"]
+        progress = json.loads((newest / STATE).read_text())["progress"]
         reached = {key: progress[key] for key in ("step", "samples_seen", "tokens", "ledger")}
     except (OSError, ValueError, KeyError, TypeError):  # damaged: the next attempt reports it
         reached = {}
@@ -99,7 +98,7 @@ def _standing(output_dir: Path) -> dict[str, Any]:
 
 def read_summary(output_dir: Path) -> dict[str, Any]:
     """Existing summary; empty when it is missing or unreadable."""
-    return read_json_file(output_dir / SUMMARY_FILE)
+    return read_json_file(output_dir / SUMMARY)
 
 
 def read_json_file(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from acc_lm.config import Config
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
 from acc_lm.run_files import metrics_file
+from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.runtime import refusal
 from acc_lm.studies.launching import launch, num_accelerators
 from acc_lm.studies.tables import machine_line, replace_block
@@ -242,8 +243,8 @@ def _run(
     if problem is not None:
         return ParityRow(case.name, "", "", {}, False, 0.0, seconds, problem), None
     metrics = read_metrics(output_dir)
-    summary = json.loads((output_dir / "summary.json").read_text())
-    environment = json.loads((output_dir / "environment.json").read_text())
+    summary = json.loads((output_dir / SUMMARY).read_text())
+    environment = json.loads((output_dir / ENVIRONMENT).read_text())
     if environment["num_processes"] != case.num_processes:
         problem = f"{environment['num_processes']} processes ran instead of {case.num_processes}"
     expected, ledger = reference or (metrics, summary["ledger"])

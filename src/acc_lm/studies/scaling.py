@@ -15,6 +15,7 @@ from typing import Any
 from acc_lm.config import nearest_multiples
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
+from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.studies.launching import (
     LAUNCH_SECONDS,
     check_num_processes,
@@ -221,8 +222,8 @@ def _measure(
     if problem is not None:
         return {"problem": problem}
     metrics = read_metrics(output_dir)
-    summary = json.loads((output_dir / "summary.json").read_text())
-    environment = json.loads((output_dir / "environment.json").read_text())
+    summary = json.loads((output_dir / SUMMARY).read_text())
+    environment = json.loads((output_dir / ENVIRONMENT).read_text())
     if environment["num_processes"] != case.num_processes:
         return {"problem": f"{environment['num_processes']} processes ran instead of {case.num_processes}"}
     traffic = json.loads((folder / "traffic-0.json").read_text())

@@ -1,0 +1,12 @@
+"""Names of the files and folders in a run's output folder; docs/reference/files.md describes them."""
+
+RECIPE = "config.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+PICTURE = "training_curves.png"
+SUMMARY = "summary.json"
+FINAL = "final"
+CHECKPOINTS = "checkpoints"
+STATE, MANIFEST = "state.json", "manifest.json"
+"""Files of a checkpoint, next to its tensors."""
