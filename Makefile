@@ -64,7 +64,7 @@ mutate: .venv/installed  ## docs/promises/reliability.md: faults planted in the 
 models: .venv/installed  ## docs/reference/models.md: every causal type of transformers
 	$(BIN)/python docs/update_models.py
 
-# docs/measured/benchmarks.md, measured anew beside every peer that is here: Lightning and litgpt's requirements come with
+# docs/measured/benchmarks.md, measured next to every peer that is installed: Lightning and litgpt's requirements come with
 # pip install 'acc-lm[bench]'; nanoGPT/, litgpt/ and transformers/ are looked for in the folder BENCH_PEERS.
 bench: .venv/installed  ## docs/measured/benchmarks.md: speed next to peers, on a CPU
 	$(BIN)/python -m benchmarks.cpu --page docs/measured/benchmarks.md

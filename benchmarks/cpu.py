@@ -980,7 +980,7 @@ def suite(sizes: Sizes, only: list[str], output: Path) -> Path:
         "samples": run.samples,
     }
     if only:
-        result = report.beside_others(result, output)
+        result = report.merge_results(result, output)
         result["complete"] = result["complete"] and set(result["seconds_of"]) == set(SUITE)
     file = report.write(result, output)
     if result["void"]:

@@ -648,10 +648,10 @@ def llama_race(run: Run) -> None:
                 late = run.samples.setdefault("llama", {"failed": {}})["failed"]
                 late[f"{peer} at {shape.length}"] = ring.NOT_REACHED
             else:
-                llama_beside(run, jobs, peer, shape, goal)
+                llama_alternatives(run, jobs, peer, shape, goal)
 
 
-def llama_beside(run: Run, jobs: dict[int, Job], peer: str, shape: Shape, goal: float) -> None:
+def llama_alternatives(run: Run, jobs: dict[int, Job], peer: str, shape: Shape, goal: float) -> None:
     """Race ours against one other: ours must agree with the hand-written loop, and the others with ours."""
     sizes, name = run.sizes, f"llama {shape.length}"
     bf16, compiled = "training.mixed_precision=bf16", {"ACCELERATE_DYNAMO_BACKEND": sizes.backend}
@@ -738,7 +738,7 @@ def command(name: str, sizes: Sizes, output: Path, seconds: float = math.inf) ->
             "races": run.races,
             "samples": run.samples,
         }
-        return report.write(report.beside_others(result, output), output)
+        return report.write(report.merge_results(result, output), output)
 
     run.save = save
     try:

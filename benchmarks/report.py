@@ -134,7 +134,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return file
 
 
-def beside_others(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+def merge_results(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Merge with the results of this commit and day on disk; figures that both have are taken from `result`."""
     file = folder / f"{result['kind']}-{result['date']}-{result['commit']}.json"
     if not file.exists():

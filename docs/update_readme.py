@@ -25,7 +25,7 @@ def output_of(*command: str) -> str:
 
 
 def training_block(output: str) -> str:
-    """What decides the run, its first and last lines, and the score."""
+    """Facts that decide the run, its first and last lines, and its score."""
     lines = [line.rstrip() for line in output.splitlines()]
     first = next(i for i, line in enumerate(lines) if line.startswith("strategy"))
     steps = [i for i, line in enumerate(lines) if re.match(r"step \d+/", line)]

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Give a SLURM job another turn if its run can go on from where it stopped; called by train.sbatch after the run.
+# Requeue a SLURM job if its run can resume; called by train.sbatch after the run.
 #
 #     slurm/requeue.sh --before OUTPUT_DIR                  where the run stands: attempts in summary.json, newest checkpoint
 #     slurm/requeue.sh [--stopped] OUTPUT_DIR BEFORE        BEFORE: the line above, as it was before the run started
 #
 # The launcher turns every exit code into 1, so the `status` in summary.json decides, if it is this job's. A run that wrote
-# none was killed: with --stopped because its time was over, and it goes on; otherwise nobody knows why, and a person must look.
+# none was killed: with --stopped because its time was over, and it resumes; otherwise the reason is unknown, and a person must look.
 set -euo pipefail
 
 field() {

@@ -3,7 +3,7 @@
     python docs/labs/make_instructions.py runs/lab/data
 
 Each documented function becomes two records, one with an `input` and one without. Whole modules are held out, by a hash of their
-names, so that nobody is examined on a function whose neighbour it has studied. Same Python, same files; nothing is imported or run.
+names, so that a model is never examined on a neighbour of a function it was trained on. Same Python, same files; nothing is imported or run.
 """
 
 from __future__ import annotations

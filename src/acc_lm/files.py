@@ -75,7 +75,7 @@ def storage_errors(root: Path, needed: int = 0) -> Iterator[None]:
         wants = f", {needed / 2**20:.1f} MiB needed by one process" if needed else ""
         raise StorageError(
             f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free{wants}); "
-            "free some space and start again, the run goes on from the previous checkpoint"
+            "free some space and start again; the run resumes from the previous checkpoint"
         ) from None
 
 

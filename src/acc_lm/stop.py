@@ -149,7 +149,7 @@ class StopRequest:
             return
         self._reason = name
         if not self._in_loop:
-            raise Preempted(f"stopped by {name} where there was nothing new to save; the same command goes on")
+            raise Preempted(f"stopped by {name} where there was nothing new to save; run the same command to resume")
         if is_main_process():
             # A launcher turns a second Ctrl-C into a SIGTERM.
             hint = "" if is_torchrun() else " (a second Ctrl-C leaves at once)"

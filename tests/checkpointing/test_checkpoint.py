@@ -80,7 +80,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     if (name, damage) == (MANIFEST, "flipped"):
         assert json.dumps(json.loads((newest(run) / STATE).read_text()))  # the state itself is fine
     finished = run_training(tiny)
-    assert f"{newest(run)} was passed over: " in finished.output
+    assert f"{newest(run)} was skipped: " in finished.output
     assert "resumed from" in finished.output
     assert "at step 4" in finished.output
     assert (run / "checkpoints/aside-step-00000006").is_dir(), "set aside, not deleted"
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_several_processes_needs_all_of_its_parts(damage: str, t
     assert parts == ["tensors-00000-of-00002.safetensors", "tensors-00001-of-00002.safetensors"]
     DAMAGES[damage](newest(run) / parts[1])
     finished = run_training(tiny)
-    assert f"{newest(run)} was passed over: {parts[1]} " in finished.output
+    assert f"{newest(run)} was skipped: {parts[1]} " in finished.output
     assert "at step 4" in finished.output
 
 
@@ -333,7 +333,7 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path,
         start("training.max_steps=8")
     assert refused.value.problems == (
         f"{run}/final was made by another recipe: training.max_steps was 6, is 8",
-        f"there is no checkpoint of it to go on from; choose another output_dir (output_dir={run}-2), or remove {run}/final to "
+        f"there is no checkpoint of it to resume from; choose another output_dir (output_dir={run}-2), or remove {run}/final to "
         "start from scratch",
     )
     with pytest.raises(CheckpointError, match="seed was 7, is 8"):

@@ -215,7 +215,7 @@ def test_a_race_whose_control_failed_is_run_again_beside_the_others(void_again: 
     )
     report.write(whole, tmp_path)
     why = ["tiny: still noisy"] if void_again else []
-    both = report.beside_others(result(["tiny"], ["C3"], [row("C3", 5.0)], why), tmp_path)
+    both = report.merge_results(result(["tiny"], ["C3"], [row("C3", 5.0)], why), tmp_path)
     assert both["figures"] == [row("C1", 1.0), row("C3", 5.0), row("C4", 3.0)], "in their order"
     assert both["void_because"] == ["char: noisy", *why], "what was not run again stays void"
     assert both["again"] == ["tiny: noisy"]

@@ -110,7 +110,7 @@ def test_a_checkpoint_whose_tensors_are_pickled_is_passed_over_by_name(
     manifest["files"][file.name] = {"size": file.stat().st_size, "xxh3_128": format.checksum(file)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     finished = run_training([*tiny, "training.max_steps=4"])
-    assert f"{folder} was passed over: {file.name} is no safetensors file" in finished.output
+    assert f"{folder} was skipped: {file.name} is no safetensors file" in finished.output
     assert "step-00000002 at step 2" in finished.output
     assert not payload.file.exists()
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from acc_lm.cli import main
 from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
-from acc_lm.modeling.adapter import add_adapter, open_adapter, put_beside, save_adapter, weights_checksum
+from acc_lm.modeling.adapter import add_adapter, apply_adapter, open_adapter, save_adapter, weights_checksum
 from acc_lm.modeling.build import build_empty_model, build_model
 from acc_lm.modeling.checks import check_model
 from acc_lm.optimization.optimizer import decayed_names
@@ -296,7 +296,7 @@ def test_merged_logits_are_those_of_adapter_and_base(
     ids = AutoTokenizer.from_pretrained(merged)("red green blue tree house", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         without = base(ids).logits
-        together = put_beside(open_adapter(run / "final"), base).eval()(ids).logits  # type: ignore[arg-type]
+        together = apply_adapter(open_adapter(run / "final"), base).eval()(ids).logits  # type: ignore[arg-type]
         alone = AutoModelForCausalLM.from_pretrained(merged).eval()(ids).logits
     assert not list(merged.glob("adapter*"))
     assert (together - without).abs().max() > 1e-3, "the adapter has learned something"
@@ -305,7 +305,7 @@ def test_merged_logits_are_those_of_adapter_and_base(
     assert main(["checkpoint", "convert-to-hf", str(run / "checkpoints/latest"), str(tmp_path / "converted")]) == 0
     base = AutoModelForCausalLM.from_pretrained(bases[model]).eval()
     with torch.no_grad():
-        assert torch.equal(put_beside(open_adapter(tmp_path / "converted"), base).eval()(ids).logits, together)  # type: ignore[arg-type]
+        assert torch.equal(apply_adapter(open_adapter(tmp_path / "converted"), base).eval()(ids).logits, together)  # type: ignore[arg-type]
 
 
 IN_4_BITS = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (Linux alone)")
@@ -495,8 +495,8 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
         ["adapter.target_modules=[q_proj, query]"], 2,
         "adapter.target_modules must be all-linear or among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, got 'query'",
     ),
-    "the head": (["adapter.target_modules=[lm_head]"], 2, "got 'lm_head', the output head; change it"),
-    "an embedding": (["adapter.target_modules=[embed_tokens]"], 2, "got 'embed_tokens'; change it"),
+    "the head": (["adapter.target_modules=[lm_head]"], 2, "got 'lm_head', the output head; name layers of the model"),
+    "an embedding": (["adapter.target_modules=[embed_tokens]"], 2, "got 'embed_tokens'; name layers of the model"),
     "no layer": (["adapter.target_modules=[]"], 2, "got 'nothing'"),
     "a copy of the head": (["adapter.modules_to_save=[lm_head]"], 2, "adapter.modules_to_save must be a known key"),
     "an unknown kind": (["adapter.kind=qlora"], 2, "adapter.kind must be one of none, lora"),
@@ -511,8 +511,8 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "4 bits that compute in 64": (
         ["adapter.quantize_base=nf4", "model.dtype=float64"], 2, "adapter.quantize_base must be none for model.dtype float64, got nf4",
     ),
-    "rows for new ids": (["model.resize_embeddings=true"], 2, "model.resize_embeddings must be false beside an adapter"),
-    "both ways to freeze": (["model.freeze=[lm_head*]"], 2, "model.freeze must be empty beside an adapter"),
+    "rows for new ids": (["model.resize_embeddings=true"], 2, "model.resize_embeddings must be false with an adapter"),
+    "both ways to freeze": (["model.freeze=[lm_head*]"], 2, "model.freeze must be empty with an adapter"),
     "a pattern without a match": (
         ["adapter.kind=none", "model.freeze=[model.embed*, model.layers.7.*]"], 2,
         "model.freeze must match names of parameters, got 'model.layers.7.*', which matches none; they are like model.embed_tokens.weight, ",
@@ -584,7 +584,7 @@ def damage_settings(**values: Any) -> Callable[[Path, Path, Bases], object]:
 
 DAMAGES: dict[str, tuple[Callable[[Path, Path, Bases], object], str]] = {
     "other weights": (
-        lambda run, base, bases: shutil.copy(bases["other"] / "model.safetensors", base), "must be used beside the model that it was trained beside",
+        lambda run, base, bases: shutil.copy(bases["other"] / "model.safetensors", base), "must be used with the model that it was trained on",
     ),
     "no base": (lambda run, base, bases: shutil.rmtree(base), "got nothing there; put it back, or correct base_model_name_or_path"),
     "no model there": (lambda run, base, bases: (base / "config.json").unlink(), "the base of the adapter"),

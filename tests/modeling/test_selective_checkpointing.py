@@ -209,4 +209,4 @@ def test_a_recipe_says_which(tiny: list[str]) -> None:
         "model.gradient_checkpointing must be one of false, true, selective, got 'selectiv' (a string); did you mean selective?"
     )
     (line,) = run_training([*tiny, "model.gradient_checkpointing=1"], expect=2).errors
-    assert line.endswith("model.gradient_checkpointing must be true, false or a word, got 1; change it")
+    assert line.endswith("model.gradient_checkpointing must be true, false or a word, got 1; write true or false")

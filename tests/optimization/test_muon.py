@@ -333,7 +333,7 @@ def test_an_engine_without_matrices_refuses_in_one_line(config: str, tiny: list[
     assert finished.codes == [4, 4], finished.outputs
     (line,) = finished.errors
     assert line.startswith("error: optimizer.name must be adamw under DeepSpeed")
-    assert line.endswith("got muon; change it, or use accelerate_configs/fsdp2.yaml")
+    assert line.endswith("got muon; set optimizer.name=adamw, or use accelerate_configs/fsdp2.yaml")
 
 
 def test_what_muon_is_not_for_is_refused() -> None:
@@ -342,7 +342,7 @@ def test_what_muon_is_not_for_is_refused() -> None:
         "training": {"max_steps": 9, "global_batch_size": 2, "micro_batch_size": 2}, "schedule": {"warmup_steps": 0},
     }  # fmt: skip
     Config.model_validate(recipe)
-    with pytest.raises(ValueError, match=r"optimizer\.name must be adamw beside an adapter, got muon"):
+    with pytest.raises(ValueError, match=r"optimizer\.name must be adamw with an adapter, got muon"):
         Config.model_validate(recipe | {"optimizer": {"name": "muon"}})
     with pytest.raises(ValueError, match=r"adamw_learning_rate must be null for adamw, got 0\.001"):
         OptimizerConfig(adamw_learning_rate=1e-3)

@@ -97,7 +97,7 @@ def test_keys_that_a_schedule_would_ignore_are_refused() -> None:
     constant = ScheduleConfig(name="constant")
     assert ScheduleConfig.model_validate(constant.model_dump()) == constant, "as config.yaml has it"
     for argument in ("min_lr", "min_lr_rate"):
-        with pytest.raises(ValueError, match=f"min_learning_rate must be 0 beside arguments.{argument}, got 0.001"):
+        with pytest.raises(ValueError, match=f"min_learning_rate must be 0 with arguments.{argument}, got 0.001"):
             ScheduleConfig(name="cosine_with_min_lr", min_learning_rate=1e-3, arguments={argument: 1e-4})
 
 

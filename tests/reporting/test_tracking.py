@@ -163,7 +163,7 @@ def test_offline_one_folder_has_every_step_once_whatever_ended_the_run(
         (newest / "state.json").write_text("{}")
     finished = train_with(arguments)
     assert "resumed from" in finished.output
-    assert ("was passed over" in finished.output) == (ending == "damage")
+    assert ("was skipped" in finished.output) == (ending == "damage")
     assert_complete(run)
     assert list(rows_of_metrics(run)) == list(range(1, 10))
     assert len(list((run / "wandb").glob("replaced-offline-run-*"))) == 1
@@ -317,7 +317,7 @@ CASES: dict[str, tuple[Callable[[], None], dict[str, str], str, list[str]]] = {
     "no answer later": (
         slow_to_start,
         {"WANDB_API_KEY": LIKELY_KEY, "WANDB_BASE_URL": "black hole"},
-        "still starting, beside the training",
+        "still starting, in the background",
         ["W&B cannot be reached (CommError"],
     ),
     "a broken setting": (
@@ -373,7 +373,7 @@ def test_a_tracker_that_raises_costs_one_warning_and_nothing_else(
     arguments = [*tiny, "tracking.report_to=[tensorboard]"]
     finished = train_with(arguments, lambda: setattr(TensorBoardTracker, "log", breaks_at_four))
     assert warnings_of(finished) == [
-        "warning: tracking stopped (OSError: the tracker's disk is full); metrics.jsonl goes on"
+        "warning: tracking stopped (OSError: the tracker's disk is full); metrics.jsonl is still written"
     ]
     assert [line for line in finished.output.splitlines() if "asked" in line][-1] == "asked to log 4"
     assert_equal_runs(tmp_path / "run", untracked, 6)
@@ -391,7 +391,7 @@ def test_a_tracker_that_hangs_is_left_behind(method: str, tiny: list[str], untra
     finished = train_with([*tiny, "tracking.report_to=[tensorboard]"], prepare)
     assert time.monotonic() - started < 15
     assert warnings_of(finished) == [
-        "warning: tracking did not end within 1 s and is left behind; metrics.jsonl is complete"
+        "warning: tracking did not end within 1 s and was abandoned; metrics.jsonl is complete"
     ]
     assert_equal_runs(tmp_path / "run", untracked, 6)
 

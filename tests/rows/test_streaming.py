@@ -302,7 +302,7 @@ def test_a_reader_that_dies_is_an_error(shards: list[Path]) -> None:
     reader = StreamReader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
     reader.next_chunk()
     os.kill(reader._process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match="the process that reads the streams must go on, got its end"):
+    with pytest.raises(DataError, match="the process that reads the streams must keep running, got its end"):
         list(iter(reader.next_chunk, None))
 
 
@@ -448,7 +448,7 @@ def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: 
 
 def test_a_stream_that_comes_to_its_end_begins_again_and_says_so(streamed: list[str], tmp_path: Path) -> None:
     finished = run_training([*streamed, "training.max_steps=40"])
-    assert "was read to its end, pass 1; it goes on with its first shard" in finished.output
+    assert "was read to its end, pass 1; it continues with its first shard" in finished.output
     assert "train/epoch" not in read(tmp_path / "run")[0]
 
 
@@ -493,7 +493,7 @@ def test_another_number_of_streams_is_another_recipe(streamed: list[str]) -> Non
     finished = run_training([*streamed, "data.num_streams=2"], expect=5)
     assert "data.num_streams was 4, is 2" in finished.output
     finished = run_training([*streamed, "data.num_streams=2", "checkpoint.allow_changed_recipe=true"], expect=5)
-    assert "must stay what they were for 4 streams to go on" in finished.output
+    assert "must stay unchanged to resume 4 streams, got other values" in finished.output
 
 
 def test_a_folder_of_empty_records_is_no_endless_loop(streamed: list[str], tmp_path: Path) -> None:

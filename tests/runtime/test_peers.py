@@ -66,7 +66,7 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
     assert re.search(
         rf"got: process {victim} died( \(SIGKILL\))?, while process {1 - victim} was in step 4; the last", line
     )
-    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; the same command goes on" in line
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; run the same command to resume" in line
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("worker_lost", 7)
     # Where the run stands now, nothing of what the attempt before had said.
@@ -149,7 +149,7 @@ def test_a_process_that_dies_is_named_where_collectives_do_not_raise(
     assert re.search(
         rf"got: process {victim} died( \(SIGKILL\))?, while process {1 - victim} was in step 4; the last", line
     )
-    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; the same command goes on" in line
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; run the same command to resume" in line
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["rank"]) == ("worker_lost", 7, 1 - victim)
 

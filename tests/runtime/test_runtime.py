@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     # FSDP
     "units by size": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}}, [], 2, "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP"),
     "units by nonsense": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "NONSENSE"}}, [], 2, "the settings of the launch must be ones that Accelerate takes, got: Invalid auto wrap policy: NONSENSE"),
-    "FSDP1's word": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, [], 2, "fsdp_reshard_after_forward must be true or false beside fsdp_version 2, got SHARD_GRAD_OP"),
+    "FSDP1's word": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, [], 2, "fsdp_reshard_after_forward must be true or false with fsdp_version 2, got SHARD_GRAD_OP"),
     "shards of one process": (parallel(dp_replicate=2, dp_shard=1), [], 2, "parallelism_config_dp_shard_size must be at least 2, got 1, which shards nothing"),
     "FSDP1 by name": (FSDP | {"fsdp_config": {"fsdp_version": 1}}, [], 2, "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml"),
     "FSDP1 by default": (FSDP | {"fsdp_config": {"fsdp_offload_params": False}}, [], 2, "fsdp_version must be 2, got 1"),
@@ -247,7 +247,7 @@ FIND = "training.find_micro_batch_size=true"
 # As above, for what shows only once the recipe is looked at, and with an exit code
 REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
-    "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which is told the size when it is built"),
+    "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which needs the size when it is built"),
     "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that lacks memory leaves the others waiting"),
     "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
     "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file, got '/nowhere/text.jsonl'"),

@@ -105,11 +105,11 @@ def test_bench_comm_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (["--sizes", "4 bananas"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '4 bananas'; change it"),
-    (["--sizes", "1KiB,2"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '1KiB,2'; change it"),
+    (["--sizes", "4 bananas"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '4 bananas'; write such a list"),
+    (["--sizes", "1KiB,2"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '1KiB,2'; write such a list"),
     (["--parts", "hooks,buckets,colectives"], "--parts must be among collectives, buckets, memory, hooks, accumulation, data-parallel, got 'colectives'"),
-    (["--processes", "1"], "--processes must be at least 2, which have something to exchange, got 1; change it"),
-    (["--repeats", "0"], "--repeats must be at least 1, got 0; change it"),
+    (["--processes", "1"], "--processes must be at least 2, because one process sends nothing, got 1; start more"),
+    (["--repeats", "0"], "--repeats must be at least 1, got 0; raise it"),
     (["--config", "nowhere.yaml"], "nowhere.yaml must be a recipe file, got nothing there"),
 ])  # fmt: skip
 def test_bench_comm_refuses_what_it_cannot_do_in_one_line(

@@ -55,7 +55,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     if state.get("base") != base:
         raise CheckpointError(
             f"{checkpoint.folder} must be of an adapter for this base, got one for other weights; "
-            "put back the model that it was trained beside, or choose another output_dir"
+            "restore the model that it was trained on, or choose another output_dir"
         )
     start_state(optimizer, state["num_updates"])
     with ExitStack() as stack, torch.no_grad():

@@ -68,7 +68,7 @@ def check_same_recipe(
         if evaluates:
             ways = f"the recipe of the run (--config {config.output_dir}/config.yaml), or acc-lm evaluate with --data for other text"
         elif not binding:
-            ways += ", or checkpoint.allow_changed_recipe=true to go on with the new values"
+            ways += ", or set checkpoint.allow_changed_recipe=true to resume with the new values"
         lines = [
             f"{checkpoint.folder} was made by another recipe: {key} was {was!r}, is {now!r}"
             for key, (was, now) in changes.items()
@@ -82,7 +82,7 @@ def check_same_recipe(
         was, now = changes["training.global_batch_size"]
         progress = checkpoint.progress
         notes.append(
-            f"the global batch was {was} rows, is {now}: the run goes on after the {progress.samples_seen} rows that it has seen, each still "
+            f"the global batch was {was} rows, is {now}: the run continues after the {progress.samples_seen} rows that it has seen, each still "
             f"once per epoch, at the learning rates of a run that had {now} from the start, there at step {progress.samples_seen / now:g}"
         )
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
@@ -242,7 +242,7 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
                 f"{final} was made by another recipe: {key} was {was!r}, is {now!r}"
                 for key, (was, now) in changes.items()
             ),
-            f"there is no checkpoint of it to go on from; {ways}",
+            f"there is no checkpoint of it to resume from; {ways}",
         )
     return f"already complete: step {summary['exported_step']}, exported to {final}; its checkpoints are gone, and nothing was changed"
 

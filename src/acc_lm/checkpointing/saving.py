@@ -111,7 +111,7 @@ class Saver:
         """
         self.wait()
         began = time.monotonic()
-        behind = self._config.checkpoint.asynchronous and not at_once
+        in_background = self._config.checkpoint.asynchronous and not at_once
         state = {
             **state_of(self._accelerator, model, optimizer, progress, self._config),
             "data_key": self._data_key,
@@ -123,9 +123,11 @@ class Saver:
         if streams is not None:
             parts = gather_objects(self._accelerator, streams)
             state["streams"] = {stream: where for part in parts for stream, where in part.items()}
-        snapshot = take_snapshot(self._accelerator, model, optimizer, state, self._copies if behind else None)
-        if behind:
-            self._thread = threading.Thread(target=self._write_behind, args=(snapshot, began), daemon=True, name="save")
+        snapshot = take_snapshot(self._accelerator, model, optimizer, state, self._copies if in_background else None)
+        if in_background:
+            self._thread = threading.Thread(
+                target=self._write_in_background, args=(snapshot, began), daemon=True, name="save"
+            )
             self._thread.start()
             self.seconds_held += time.monotonic() - began
         else:
@@ -138,7 +140,7 @@ class Saver:
         folder, num_bytes = write_checkpoint(self._accelerator, root, snapshot, self._config.checkpoint, self._group)
         return Saved(folder, num_bytes, time.monotonic() - began)
 
-    def _write_behind(self, snapshot: Snapshot, began: float) -> None:
+    def _write_in_background(self, snapshot: Snapshot, began: float) -> None:
         try:
             self._outcome = self._write(snapshot, began)
         except BaseException as error:  # the loop raises it later, on all processes after the same step

@@ -164,8 +164,8 @@ def _write_mine(accelerator: Accelerator, work: Path, snapshot: Snapshot) -> tup
 
 def _sealed(file: Path) -> dict[str, Any]:
     """Flush the file to disk and return its entry in the manifest: size and checksum."""
-    with ThreadPoolExecutor(1) as beside:  # compute the checksum while the disk flushes
-        digest = beside.submit(checksum, file)
+    with ThreadPoolExecutor(1) as pool:  # compute the checksum while the disk flushes
+        digest = pool.submit(checksum, file)
         flush(file)
         return {"size": file.stat().st_size, "xxh3_128": digest.result()}
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/bench-comm/bench-comm.md"),
         metavar="FILE",
-        help="Markdown; bench-comm.json is put beside it (default: runs/bench-comm/bench-comm.md)",
+        help="Markdown; bench-comm.json is put next to it (default: runs/bench-comm/bench-comm.md)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
@@ -40,7 +40,7 @@ def run(known: argparse.Namespace) -> int:
     from acc_lm.studies.launching import signals_end_it
 
     if known.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, got {known.repeats}; change it")
+        raise ConfigError(f"--repeats must be at least 1, got {known.repeats}; raise it")
     with signals_end_it():
         return bench_comm(
             known.config,

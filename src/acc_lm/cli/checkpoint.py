@@ -143,7 +143,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     source = tokenizer or run / "tokenizer"
     if tokenizer is None and not Path(source).is_dir():
         raise ConfigError(
-            f"the tokenizer must be beside the run, got nothing at {source}; name its folder with --tokenizer"
+            f"the tokenizer must be in the run's folder, got nothing at {source}; name its folder with --tokenizer"
         )
     state: dict[str, Any] = json.loads((folder / STATE).read_text())
     weights = {}
@@ -179,7 +179,7 @@ def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]
     if not sizes:
         raise CheckpointError(
             f"{folder} must say which model it is of, got no model_config in its state.json (an earlier version wrote it); "
-            "go on with its run for a step, and convert the checkpoint that it saves"
+            "resume its run for one step, and convert the checkpoint that this saves"
         )
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):

@@ -167,7 +167,7 @@ def _check(request: Request) -> None:
     )
     for name, given, least, more in numbers:
         if given is not None and not least <= given < math.inf:
-            raise ConfigError(f"{name} must be at least {least}{more}, got {given}; change it")
+            raise ConfigError(f"{name} must be at least {least}{more}, got {given}; give such a number")
     of_answers = {
         "--references-column": request.references_column,
         "--max-new-tokens": request.max_new_tokens,
@@ -179,7 +179,9 @@ def _check(request: Request) -> None:
     for override in request.overrides:
         key = override.partition("=")[0]
         if key in ("training.micro_batch_size", "training.global_batch_size"):
-            raise ConfigError(f"the rows of a forward pass must be given as --batch-size, got {override}; change it")
+            raise ConfigError(
+                f"the rows of a forward pass must be given as --batch-size, got {override}; use --batch-size"
+            )
         if any(key == name or key.startswith(f"{name}.") for name in SETTLED):
             raise ConfigError(f"{key} must be left out, got {override}; MODEL says what is evaluated")
     if request.predictions is not None:
@@ -195,7 +197,7 @@ def _check_new_file(file: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"--predictions must be in a folder that can be written, got {file}: {error.strerror}; change it"
+            f"--predictions must be in a folder that can be written, got {file}: {error.strerror}; name another folder"
         ) from None
 
 

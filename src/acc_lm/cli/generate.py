@@ -12,7 +12,7 @@ from acc_lm.errors import ConfigError, first_line
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="folder of an exported model, e.g. runs/quickstart/final")
-    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -49,7 +49,7 @@ def run(known: argparse.Namespace) -> int:
         ("--seed", not -(2**63) <= known.seed < 2**64, "a number of 64 bits"),
     ):
         if wrong:
-            raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; change it")
+            raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; correct it")
     if not is_unicode(known.prompt):
         raise ConfigError(f"--prompt must be UTF-8, got {known.prompt!r}; convert it with iconv -t UTF-8")
     from acc_lm.export.exported import sample_text

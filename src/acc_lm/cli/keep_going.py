@@ -41,7 +41,7 @@ def run(known: argparse.Namespace) -> int:
         ("pause", not 0 <= known.pause < math.inf, "0 or more"),
     ):
         if wrong:
-            raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; change it")
+            raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; give such a number")
     command = known.command[1:] if known.command[:1] == ["--"] else known.command
     return keep_going(command, known.attempts, known.pause)
 

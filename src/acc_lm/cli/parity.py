@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="configs (names in accelerate_configs/, or files) and their numbers of processes; default: all that fit here",
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps of each run (default 20)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON beside it")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON next to it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
 
@@ -31,11 +31,11 @@ def run(known: argparse.Namespace) -> int:
     from acc_lm.studies.parity import parity
 
     if known.steps < 2:
-        raise ConfigError(f"--steps must be at least 2, got {known.steps}; change it")
+        raise ConfigError(f"--steps must be at least 2, got {known.steps}; raise it")
     root = Path.cwd()
     if not (root / "train.py").is_file():
         raise ConfigError(
-            f"acc-lm parity must be started beside train.py, got {root}; change into the project's folder"
+            f"acc-lm parity must be started in the folder of train.py, got {root}; change into the project's folder"
         )
     cases = [case for case in known.cases.split(",") if case]
     return parity(known.config, known.overrides, cases, known.steps, root, known.output)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/scaling/scaling.md"),
         metavar="FILE",
-        help="Markdown; scaling.json and scaling.png are put beside it (default: runs/scaling/scaling.md)",
+        help="Markdown; scaling.json and scaling.png are put next to it (default: runs/scaling/scaling.md)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
 
@@ -34,7 +34,7 @@ def run(known: argparse.Namespace) -> int:
     from acc_lm.studies.scaling import LEAST_STEPS, read_counts, scaling
 
     if known.steps < LEAST_STEPS:
-        raise ConfigError(f"--steps must be at least {LEAST_STEPS}, got {known.steps}; change it")
+        raise ConfigError(f"--steps must be at least {LEAST_STEPS}, got {known.steps}; raise it")
     counts = read_counts(known.processes)
     with signals_end_it():
         return scaling(known.config, known.overrides, known.config_file, counts, known.steps, known.output)

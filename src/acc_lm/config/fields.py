@@ -25,7 +25,7 @@ def as_tuple(value: Any) -> Any:
 
 def no_number(value: Any) -> Any:
     if type(value) in (int, float):  # 1 == True
-        raise ValueError(f"must be true, false or a word, got {value}; change it")
+        raise ValueError(f"must be true, false or a word, got {value}; write true or false")
     return value
 
 
@@ -66,7 +66,7 @@ def _day(value: str) -> str:
     try:
         return date.fromisoformat(value).isoformat()
     except ValueError:
-        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; change it") from None
+        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; write it that way") from None
 
 
 Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
@@ -81,7 +81,7 @@ def _name_in_tracker(value: str) -> str:
 def folder_name(value: str) -> str:
     if value in (".", "..") or set(value) & set("/\\#?%:"):
         raise ValueError(
-            f"must be a name without / \\ # ? % and :, got {value!r}; change it (TensorBoard makes a folder of it)"
+            f"must be a name without / \\ # ? % and :, got {value!r}; remove them (TensorBoard makes a folder of it)"
         )
     return value
 
@@ -93,7 +93,7 @@ NameInTracker = Annotated[str, AfterValidator(_name_in_tracker)]
 
 
 class Marker(Enum):
-    """Note beside a field or a section: whether its value changes what is learned. Fields without one do.
+    """Note on a field or a section: whether its value changes what is learned. Fields without one do.
 
     Fields that are not learned may change on resume: they decide where and how a run is carried out. They include places
     whose content is compared instead: the text and the tokenizer by the key of the rows, the base model by the checksum of

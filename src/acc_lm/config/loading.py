@@ -137,7 +137,7 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
             reason = text.split("Error: ", 1)[-1].rstrip(".")
             key = field[1] if field else ""
             name = f"model.config.{key}" if key else "model.config"
-            problems.append((key, f"{name} must fit model type {model_type}: {reason}; change it"))
+            problems.append((key, f"{name} must fit model type {model_type}: {reason}; correct it, or model_type"))
     return problems
 
 

@@ -185,7 +185,7 @@ def explain_problem(detail: Any, sources: dict[str, str]) -> str:
     else:
         expectation = EXPECTATIONS[kind]
     given = detail["input"]
-    hint = "change it"
+    hint = "correct it"
     if kind == "literal_error" and isinstance(given, str):
         near = difflib.get_close_matches(given, choices, n=1)
         hint = f"did you mean {near[0]}?" if near else hint

@@ -202,7 +202,7 @@ class Config(Section):
         ):
             if value is not None:
                 raise ValueError(
-                    f"{key} must be null for a stream, whose rows nobody has counted, got {value}; count in steps"
+                    f"{key} must be null for a stream, whose number of rows is not known, got {value}; count in steps"
                 )
         if not (self.tokenizer.name_or_path or self.model.name_or_path or self.tokenizer.kind == "byte"):
             raise ValueError(
@@ -252,16 +252,16 @@ class Config(Section):
             )
         if self.optimizer.name == "muon":
             raise ValueError(
-                "optimizer.name must be adamw beside an adapter, got muon, which is made for the update of a whole weight and not for "
-                f"each of its two thin factors; change it, {ways}"
+                "optimizer.name must be adamw with an adapter, got muon, which updates complete weight matrices and not "
+                f"the two thin factors of each; set optimizer.name=adamw, {ways}"
             )
         if model.freeze:
             raise ValueError(
-                f"model.freeze must be empty beside an adapter, which freezes all of the model, got {list(model.freeze)}; leave it out, {ways}"
+                f"model.freeze must be empty with an adapter, which freezes the entire model, got {list(model.freeze)}; leave it out, {ways}"
             )
         if model.resize_embeddings:
             raise ValueError(
-                f"model.resize_embeddings must be false beside an adapter, got true; the new rows would be neither trained nor saved: use the model's own tokenizer, {ways}"
+                f"model.resize_embeddings must be false with an adapter, got true; the new rows would be neither trained nor saved: use the model's own tokenizer, {ways}"
             )
 
 
@@ -274,7 +274,7 @@ class Mode(Enum):
 
 
 def is_learned(key: str) -> bool:
-    """Whether the value of a key, or of a section, changes what is learned; the nearest marker decides."""
+    """Check whether the value of a key, or of a section, changes what is learned; the nearest marker decides."""
     section: type[Section] = Config
     learned = True
     for name in key.split("."):

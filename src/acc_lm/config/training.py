@@ -164,7 +164,7 @@ class ScheduleConfig(Section):
         given = [key for key in ("min_lr", "min_lr_rate") if key in self.arguments]
         if self.min_learning_rate > 0 and given:
             raise ValueError(
-                f"min_learning_rate must be 0 beside arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
+                f"min_learning_rate must be 0 with arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
             )
         return self
 

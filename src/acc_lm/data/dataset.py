@@ -61,7 +61,7 @@ class DataFacts:
         sizes = {"gzip": self.gzip_bytes, "xz": self.xz_bytes}
         return {name: 8 * size / self.eval_bytes for name, size in sizes.items() if size is not None}
 
-    def beside_compressors(self, bits_per_byte: float | None, num_targets: int) -> dict[str, float]:
+    def compared_with_compressors(self, bits_per_byte: float | None, num_targets: int) -> dict[str, float]:
         """A model's bits per byte, next to the compressors' if it covers the same text; empty without a score."""
         if bits_per_byte is None:
             return {}

@@ -149,13 +149,15 @@ def _add_facts(facts: list[DataFacts], names: tuple[str, ...]) -> DataFacts:
     """Facts of all sources together; without compressed sizes, because each source has its own held-out text."""
     summed = ["train_documents", "train_bytes", "train_tokens", "eval_documents", "eval_bytes", "eval_tokens"]
     summed += ["skipped_records", "shared_documents"]
-    told = [f"{name}: {part.conversations}" for name, part in zip(names, facts, strict=True) if part.conversations]
+    conversations = [
+        f"{name}: {part.conversations}" for name, part in zip(names, facts, strict=True) if part.conversations
+    ]
     return DataFacts(
         vocab_size=facts[0].vocab_size,
         **{key: sum(getattr(part, key) for part in facts) for key in summed},
         eval_files=tuple(file for part in facts for file in part.eval_files),
         format=", ".join(dict.fromkeys(part.format for part in facts)),
-        conversations="; ".join(told),
+        conversations="; ".join(conversations),
         has_roles=any(part.has_roles for part in facts),
     )
 

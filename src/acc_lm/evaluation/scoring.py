@@ -226,8 +226,8 @@ def build_scored_model(
         model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
         make_ready(model, config, tokenizer, sequence_length, packs, device_type)
         # Engines accept only trainable models; this one is never trained.
-        beside: nn.Module = model.requires_grad_(True).train()
-        return beside
+        empty: nn.Module = model.requires_grad_(True).train()
+        return empty
     whole, _ = initialise_once(
         accelerator,
         lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),

@@ -12,7 +12,7 @@ from acc_lm.errors import ConfigError, first_line
 from acc_lm.export.export import exported_steps, write_steps
 from acc_lm.files import written_aside
 from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
-from acc_lm.modeling.adapter import open_adapter, put_beside
+from acc_lm.modeling.adapter import apply_adapter, open_adapter
 from acc_lm.modeling.pretrained import refuse_kernels
 
 
@@ -45,7 +45,7 @@ def load_exported(folder: Path, trust_remote_code: bool = False, revision: str |
             f"the base of the adapter {folder} must be a model that transformers loads, got {adapter.base}: {first_line(error)}; "
             f"put it there, or correct base_model_name_or_path in {ADAPTER_SETTINGS}"
         ) from None
-    return model if adapter is None else put_beside(adapter, model)
+    return model if adapter is None else apply_adapter(adapter, model)
 
 
 def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:

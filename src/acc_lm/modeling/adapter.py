@@ -145,7 +145,9 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
         if not meant or meant - there:
             got = f"{target!r}, the output head" if meant else repr(target)
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in there}))
-            raise ConfigError(f"adapter.target_modules must be {ALL} or among {ends or 'none'}, got {got}; change it")
+            raise ConfigError(
+                f"adapter.target_modules must be {ALL} or among {ends or 'none'}, got {got}; name layers of the model"
+            )
     return list(config.target_modules)
 
 
@@ -267,7 +269,7 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
         ) from None
 
 
-def put_beside(adapter: AdapterFolder, base: Any) -> Any:
+def apply_adapter(adapter: AdapterFolder, base: Any) -> Any:
     """Load the exported adapter into its base and return peft's model, which can merge the two.
 
     Raises:
@@ -277,7 +279,7 @@ def put_beside(adapter: AdapterFolder, base: Any) -> Any:
 
     if adapter.checksum is not None and weights_checksum(base) != adapter.checksum:
         raise ConfigError(
-            f"{adapter.folder} must be used beside the model that it was trained beside, got other weights at {adapter.base}; put those back"
+            f"{adapter.folder} must be used with the model that it was trained on, got other weights at {adapter.base}; put those back"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about names that transformers will change

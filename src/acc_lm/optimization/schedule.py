@@ -34,8 +34,8 @@ def build_schedule(
     from transformers import get_scheduler
 
     scale = config.scale(global_batch_size) if global_batch_size else 1.0
-    behind = lag / global_batch_size if lag and global_batch_size else 0
-    length = num_steps - behind
+    lagging_steps = lag / global_batch_size if lag and global_batch_size else 0
+    length = num_steps - lagging_steps
     name, arguments = _name_and_arguments(config, scale, length)
     peak = optimizer.learning_rate * scale
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
@@ -50,9 +50,9 @@ def build_schedule(
         factor: Callable[[float], float] = scheduler.lr_lambdas[0]
 
         def learning_rate_at(step: int) -> float:
-            return peak * float(factor(min(step, num_steps) - behind - 1))
+            return peak * float(factor(min(step, num_steps) - lagging_steps - 1))
 
-        first = 1 + max(0, math.ceil(behind))
+        first = 1 + max(0, math.ceil(lagging_steps))
         _check_rates(learning_rate_at, peak, range(first, num_steps + 1), first + config.warmup_steps)
     except Exception as error:  # each schedule raises its own error types, some only in the middle of a run
         reason = str(error).split(") ")[-1]

@@ -104,9 +104,9 @@ def _lines_of_data(config: Config, data: Data, order: RowOrder, num_steps: int) 
         share = f"{source['tokens'] / num_targets:.1%} of the tokens, {source['passes']:.2f} passes"
         lines.append(("source", f"{name}: {share} over its {num_rows:,} rows"))
     for name, about in data.set_facts.items():
-        told = f"; {about.conversations}" if about.conversations else ""
+        conversations = f"; {about.conversations}" if about.conversations else ""
         size = f"{about.num_bytes / 1e6:.2f} MB, {about.documents:,} documents, {about.tokens:,} tokens"
-        lines.append(("evaluated", f"{name}: {size}{told}"))
+        lines.append(("evaluated", f"{name}: {size}{conversations}"))
     if facts.conversations:
         lines.append(("learned", facts.conversations))
     if data.packs:

@@ -74,7 +74,7 @@ class Tracking:
         )
         self._thread.start()
         if not self._ready.wait(START_SECONDS):
-            self.description = "still starting, beside the training"
+            self.description = "still starting, in the background"
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         if self._thread and self._thread.is_alive():
@@ -88,7 +88,7 @@ class Tracking:
         self._thread.join(FINISH_SECONDS)
         self._accelerator.trackers = []  # or Accelerate would end them again
         if self._thread.is_alive():
-            _warn(f"tracking did not end within {FINISH_SECONDS:.0f} s and is left behind; metrics.jsonl is complete")
+            _warn(f"tracking did not end within {FINISH_SECONDS:.0f} s and was abandoned; metrics.jsonl is complete")
         elif self._chain and self._chain.folder:
             print(f"W&B was offline; once there is a network: wandb sync {shlex.quote(str(self._chain.folder))}")
 
@@ -137,7 +137,7 @@ class Tracking:
         except Exception as error:  # online, anything may fail; offline it must work
             if init_kwargs.get("wandb", {}).get("mode") != "online":
                 raise
-            _warn(f"W&B cannot be reached ({_first_words(error)}); it goes on offline")
+            _warn(f"W&B cannot be reached ({_first_words(error)}); it continues offline")
             accelerator.trackers.clear()
             import wandb
 
@@ -165,7 +165,7 @@ class Tracking:
     def _give_up(self, error: Exception) -> None:
         self.description, self._chain = "none (failed)", None
         self._accelerator.trackers.clear()
-        _warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl goes on")
+        _warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl is still written")
 
 
 class WandbChain:

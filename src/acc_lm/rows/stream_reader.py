@@ -152,7 +152,7 @@ class Stream:
                     reason = " ".join(str(error).split())[:300] or type(error).__name__
                     raise DataError(
                         f"{self._shards.names[shard]} must be readable to its end, got, {failures + 1} times after record {number}: "
-                        f"{reason}; repair it, and the same command goes on from the last checkpoint"
+                        f"{reason}; repair it, then run the same command to resume from the last checkpoint"
                     ) from None
                 print(
                     f"warning: {self._shards.names[shard]} could not be read ({' '.join(str(error).split())[:200]}); "

@@ -88,8 +88,8 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             found = {int(stream): State.unpack(numbers) for stream, numbers in saved.items()}
             if len(found) != self.num_streams or any(not s.row <= first_row < s.row + size for s in found.values()):
                 raise CheckpointError(
-                    f"data.num_streams and data.shuffle_buffer must stay what they were for {len(found)} streams "
-                    "to go on, got others; put them back, or choose another output_dir"
+                    f"data.num_streams and data.shuffle_buffer must stay unchanged to resume {len(found)} streams"
+                    ", got other values; restore them, or choose another output_dir"
                 )
             states = {stream: found[stream] for stream in own}
         num_readers = min(max(self._config.num_workers, 1), len(own))
@@ -147,7 +147,7 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             if (passes := self._states[stream].position.epoch) > self._passes:
                 self._passes = passes
                 self._news.append(
-                    f"stream {stream} was read to its end, pass {passes}; it goes on with its first shard"
+                    f"stream {stream} was read to its end, pass {passes}; it continues with its first shard"
                 )
         assert first <= number < first + len(ids), "rows of a stream are had once, in their order"
         row: np.ndarray = ids[number - first]
@@ -190,7 +190,9 @@ class StreamReader:
         """
         header = self._pipe.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise self._said(f"the process that reads the streams must go on, got its end ({self._process.wait()})")
+            raise self._said(
+                f"the process that reads the streams must keep running, got its end ({self._process.wait()})"
+            )
         kind, *numbers = HEADER.unpack(header)
         if kind != CHUNK:
             name, problem = json.loads(self._pipe.read(numbers[0]))
@@ -198,7 +200,9 @@ class StreamReader:
         size = self._shape[0] * self._shape[1]
         ids = np.frombuffer(self._pipe.read(size * self._dtype.itemsize), dtype=self._dtype)
         if len(ids) < size:
-            raise self._said(f"the process that reads the streams must go on, got its end ({self._process.wait()})")
+            raise self._said(
+                f"the process that reads the streams must keep running, got its end ({self._process.wait()})"
+            )
         return State.unpack(numbers), ids.reshape(self._shape)
 
     @staticmethod

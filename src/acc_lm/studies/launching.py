@@ -167,7 +167,7 @@ def project_folder(verb: str) -> Path:
     root = Path.cwd()
     if not (root / "train.py").is_file():
         raise ConfigError(
-            f"acc-lm {verb} must be started beside train.py, got {root}; change into the project's folder"
+            f"acc-lm {verb} must be started in the folder of train.py, got {root}; change into the project's folder"
         )
     return root
 

@@ -85,7 +85,7 @@ def read_counts(text: str, key: str = "--processes") -> list[int]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"{key} must be numbers of processes such as 1,2,4, got {text!r}; change it")
+        raise ConfigError(f"{key} must be numbers of processes such as 1,2,4, got {text!r}; write such a list")
     return sorted({int(word) for word in words})
 
 

@@ -49,7 +49,7 @@ def finish(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) 
     if ended.stop:
         report.say(
             [
-                f"stopped by {ended.stop} after step {progress.step}, saved {ended.newest}; the same command goes on from there"
+                f"stopped by {ended.stop} after step {progress.step}, saved {ended.newest}; run the same command to resume"
             ]
         )
         if run.is_main:
@@ -63,7 +63,7 @@ def finish(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) 
     metrics = result.metrics()
     final = export_model(run.accelerator, run.model, run.optimizer, run.data, run.config, metrics, step, progress.step)
     if run.is_main:
-        bits_per_byte = run.data.facts.beside_compressors(result.bits_per_byte, result.num_targets)
+        bits_per_byte = run.data.facts.compared_with_compressors(result.bits_per_byte, result.num_targets)
         facts |= {"exported_step": step, "bits_per_byte": bits_per_byte, "final": final}
         write_summary(run.output_dir, status="completed", exit_code=0, reason=ended.early_stop, **facts)
         report.say([closing_block(run.config, run.data, bits_per_byte, final)])

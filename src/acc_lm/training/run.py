@@ -131,7 +131,7 @@ def find_start(accelerator: Accelerator, config: Config, mode: Mode) -> tuple[Fo
     evaluates = mode == Mode.EVAL_ONLY
     if evaluates and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")
-    notes = [f"{folder} was passed over: {problem}" for folder, problem in found.damaged]
+    notes = [f"{folder} was skipped: {problem}" for folder, problem in found.damaged]
     if found.checkpoint:
         precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
         notes += resuming.check_same_recipe(found.checkpoint, config, precision, num_processes, evaluates=evaluates)

@@ -113,7 +113,7 @@ def refuse_overwritten_gradients(compiler: TorchDynamoPlugin, accumulation: int)
         got = compiler.mode if compiler.backend.value == "INDUCTOR" else "the backend CUDAGRAPHS"
         raise MachineError(
             f"dynamo_mode must be default or max-autotune-no-cudagraphs with {accumulation} micro-batches in a step, whose gradients CUDA "
-            f"graphs would write over, got {got}; change it, or make training.micro_batch_size a whole share of the global batch"
+            f"graphs would overwrite, got {got}; set dynamo_mode=default, or make training.micro_batch_size the process's full share of the global batch"
         )
 
 
@@ -140,7 +140,7 @@ def refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
         return
     where = f"under {strategy}, where a process that lacks memory leaves the others waiting for its part of the weights"
     if strategy.startswith("deepspeed"):
-        where = "under DeepSpeed, which is told the size when it is built"
+        where = "under DeepSpeed, which needs the size when it is built"
     raise ConfigError(
         f"training.find_micro_batch_size must be false {where}, got true; lower training.micro_batch_size yourself"
     )
@@ -151,12 +151,12 @@ def refuse_what_a_cpu_cannot_do(distributed: DistributedConfig, strategy: str, h
         return
     if distributed.backend == "nccl":
         raise MachineError(
-            "distributed.backend must be gloo or null on CPU processes, got nccl, which moves data between GPUs only; change it"
+            "distributed.backend must be gloo or null on CPU processes, got nccl, which moves data between GPUs only; set distributed.backend=null"
         )
     if strategy == "ddp" and distributed.comm_hook in NCCL_ONLY_HOOKS:
         raise MachineError(
             f"distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got "
-            f"{distributed.comm_hook}, which only NCCL executes; change it for the rehearsal"
+            f"{distributed.comm_hook}, which only NCCL executes; set distributed.comm_hook=none for the rehearsal"
         )
 
 
@@ -189,6 +189,6 @@ def checked_precision(by_recipe: str | None, has_accelerator: bool, strategy: st
     on_cuda = has_accelerator and torch.cuda.is_available()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise MachineError(
-            f"{key} must be fp16 or no on {torch.cuda.get_device_name()}, got bf16, which it does not have; change it"
+            f"{key} must be fp16 or no on {torch.cuda.get_device_name()}, got bf16, which it does not support; set {key} to fp16 or no"
         )
     return precision

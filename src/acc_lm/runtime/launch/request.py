@@ -108,8 +108,8 @@ def _fit_recipe(config: Config, request: LaunchRequest) -> tuple[int, int]:
     refusals.refuse_a_hook_that_fails(config, request.strategy)
     if config.optimizer.name == "muon" and request.strategy.startswith("deepspeed"):
         raise MachineError(
-            "optimizer.name must be adamw under DeepSpeed, which updates flat parts of the weights that are no matrices any more, got muon; "
-            "change it, or use accelerate_configs/fsdp2.yaml"
+            "optimizer.name must be adamw under DeepSpeed, which updates flat parts of the weights that are no longer matrices, got muon; "
+            "set optimizer.name=adamw, or use accelerate_configs/fsdp2.yaml"
         )
     if config.data.streaming and config.data.num_streams % request.num_processes:
         raise ConfigError(

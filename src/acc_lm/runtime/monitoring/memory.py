@@ -93,7 +93,7 @@ def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
     words = " ".join(str(error).split())[:160] or type(error).__name__
     return OutOfMemoryError(
         f"the memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
-        f"{next_rung(config)}; the same command goes on from the last checkpoint"
+        f"{next_rung(config)}; run the same command to resume from the last checkpoint"
     )
 
 
@@ -140,7 +140,7 @@ def fit_micro_batch(
             return config, lines
         if micro == 1:
             raise out_of_memory(MemoryError(found), config)
-        lines.append(f"training.micro_batch_size {micro} does not fit, going on with {smaller(micro)}: {found}")
+        lines.append(f"training.micro_batch_size {micro} does not fit, continuing with {smaller(micro)}: {found}")
         training = config.training.model_copy(update={"micro_batch_size": smaller(micro)})
         config = config.model_copy(update={"training": training})
 
@@ -150,7 +150,7 @@ def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch:
     problem = None
     try:
         inner = getattr(optimizer, "optimizer", optimizer)
-        beside = [
+        moments_to_come = [
             torch.empty_like(getattr(p, "_local_tensor", p))
             for group in inner.param_groups
             for p in group["params"]
@@ -161,7 +161,7 @@ def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch:
         alone = getattr(model, "module", model)
         loss = alone(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
         accelerator.backward(loss * 0.0)
-        del loss, beside
+        del loss, moments_to_come
     except Exception as error:
         if not is_out_of_memory(error):
             raise

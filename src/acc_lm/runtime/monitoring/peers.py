@@ -140,7 +140,7 @@ class Peers:
         self._phase, self._since, self._is_watched = phase, time.monotonic(), is_watched
 
     def _watch(self) -> None:
-        main, told = threading.main_thread().ident, None
+        main, reported = threading.main_thread().ident, None
         machines = Machines(self._peers, self._accelerator.process_index) if self._looks else None
         while not self._over.wait(min(WATCH_SECONDS, (self._limit or 4.0) / 4)):
             if machines is not None and (error := self._lost(machines)) is not None:
@@ -148,8 +148,8 @@ class Peers:
                     if not self._over.is_set() and self._leave is not None:
                         self._leave(error)
             since, waited = self._since, time.monotonic() - self._since
-            if self._limit is not None and self._is_watched and waited > self._limit and told != since:
-                told = since
+            if self._limit is not None and self._is_watched and waited > self._limit and reported != since:
+                reported = since
                 stack = traceback.format_stack(sys._current_frames()[main])[-8:] if main else []
                 print(
                     f"warning: process {self._accelerator.process_index} has been in {self._phase} for {waited:.0f} s, here:\n{''.join(stack)}",
@@ -209,7 +209,7 @@ class Peers:
         speaker = min((rank for rank in range(len(self._peers)) if rank not in states), default=0)
         return WorkerLostError(
             f"every process must take part, got: {got}, while process {self._accelerator.process_index} was in {self._phase}; "
-            f"the last checkpoint is {last_checkpoint or 'none'}; the same command goes on from there",
+            f"the last checkpoint is {last_checkpoint or 'none'}; run the same command to resume",
             speaks=self._accelerator.process_index == speaker,
         )
 

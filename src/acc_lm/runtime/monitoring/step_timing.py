@@ -77,7 +77,7 @@ class Pace:
         self._accelerator = accelerator
         self._on_gpu = accelerator.device.type == "cuda"
         self._steps: list[Marks] = []
-        self._slow, self._times, self._told = -1, 0, -1
+        self._slow, self._times, self._reported = -1, 0, -1
         strategy = requested_strategy()
         self._copies_buffers = strategy == "ddp"  # between the two hooks below
         self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3")
@@ -200,9 +200,9 @@ class Pace:
         is_slow = times[slowest] > TIMES_SLOWER * usual and lost > max(SHARE * step, LEAST_SECONDS)
         self._times = self._times + 1 if is_slow and slowest == self._slow else int(is_slow)
         self._slow = slowest if is_slow else -1
-        if self._times < LOOKS or self._told == slowest:
+        if self._times < LOOKS or self._reported == slowest:
             return None
-        self._told = slowest
+        self._reported = slowest
         everyone = ", ".join(f"{seconds:.2f}" for seconds in times)
         return (
             f"warning: process {slowest} holds up the others by {lost:.2f} of {step:.2f} s in each step; "

@@ -266,7 +266,7 @@ def _problem(section: str, key: str, values: dict[str, Any]) -> str | None:
         now = ARGUMENT_KEY_MAPPING.get(name, name)
         if now != name:
             hint = f"use {now}" if isinstance(now, str) else "remove it"
-            return f"{key} must not stand beside fsdp_version 2, which ignores it, got {values[key]!r}; {hint}"
+            return f"{key} must not be set with fsdp_version 2, which ignores it, got {values[key]!r}; {hint}"
     return None
 
 

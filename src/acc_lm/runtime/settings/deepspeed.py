@@ -39,7 +39,7 @@ def deepspeed_config() -> dict[str, Any]:
         config: dict[str, Any] = json.loads(Path(file).read_text())
     except OSError:
         raise MachineError(
-            f"deepspeed_config_file must exist, got {file!r}; give its path from where you launch, or from beside the yaml"
+            f"deepspeed_config_file must exist, got {file!r}; give its path relative to the current folder or to the yaml"
         ) from None
     except ValueError as error:
         raise MachineError(f"{file} must be JSON, got: {error}; mend it") from None

@@ -33,13 +33,13 @@ def check_machine(key: str, strategy: str) -> None:
         )
     if find_spec("torchao") is None:
         raise MachineError(
-            f"{key} must be bf16 or no without torchao, got fp8; install it (pip install 'acc-lm[fp8]') or change it"
+            f"{key} must be bf16 or no without torchao, got fp8; install it (pip install 'acc-lm[fp8]'), or use bf16"
         )
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise MachineError(
             f"{key} must be bf16 or no on {torch.cuda.get_device_name()}, got fp8, which takes compute capability 8.9 and it has {found}; "
-            "change it"
+            "use bf16"
         )
 
 

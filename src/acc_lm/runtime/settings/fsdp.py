@@ -34,7 +34,7 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
     if reshard in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"):
         raise MachineError(
-            f"fsdp_reshard_after_forward must be true or false beside fsdp_version 2, got {reshard}, which is FSDP1's; FULL_SHARD is true, "
+            f"fsdp_reshard_after_forward must be true or false with fsdp_version 2, got {reshard}, which is FSDP1's; FULL_SHARD is true, "
             "SHARD_GRAD_OP is false"
         )
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
