@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test test-all lint docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
+.PHONY: help train test test-more test-all lint docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -13,7 +13,10 @@ train: .venv/installed  ## install, then train recipes/quickstart.yaml on whatev
 test: .venv/installed  ## install, then run the tests that are not slow
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The slow ones too.
+# A worker that has nothing left to do takes tests from the other. tests/more.txt names what is left to test-more.
+test-more: .venv/installed  ## the tests that tests/more.txt leaves out of make test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "more and not slow and not lm_eval"
+
 test-all: .venv/installed  ## the slow ones too
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 

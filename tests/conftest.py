@@ -48,6 +48,21 @@ matplotlib.use("Agg")
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that tests/more.txt names; a line that names none is an error wherever its file was collected."""
+    folder = processes.ROOT / "tests"
+    lines = [line for line in (folder / "more.txt").read_text().splitlines() if not line.startswith("#")]
+    ids = {item: f"{item.path.relative_to(folder)}::{item.name}" for item in items if item.path.is_relative_to(folder)}
+    for line in lines:
+        named = [item for item, name in ids.items() if name == line or name.startswith(f"{line}[")]
+        for item in named:
+            item.add_marker("more")
+        is_collected = any(name.startswith(line.partition("::")[0]) for name in ids.values())
+        if not named and is_collected and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"tests/more.txt names no test: {line}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token rows of the tests, apart from the user's own; compiled extensions are kept from one test run to the next."""
