@@ -664,7 +664,7 @@ def test_counts_are_added_described_and_refused_above_a_threshold() -> None:
     with pytest.raises(DataError, match=r"must have a target, got 1 of 100 without one \(1.0%\)"):
         check(replace(counts, cut=0), 0.005)
     with pytest.raises(
-        DataError, match=r"be written whole by the chat template, got 2 of 100 .* set data.chat_template"
+        DataError, match=r"be written completely by the chat template, got 2 of 100 .* set data.chat_template"
     ):
         check(replace(counts, cut=0), 0.015)
     with pytest.raises(DataError, match="must have a target, got none in 5"):
@@ -893,7 +893,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "content in parts": ("messages", one(role="user", content=[{"type": "text"}]), "messages[0].content must be a string, got a list"),
     "no content": ("messages", one(role="user"), "messages[0].content must be a string, got null"),
     "half a character": ("messages", one(role="user", content="a \ud83d"), "messages[0].content must be Unicode text, got half of a character"),
-    "a noncharacter": ("messages", one(role="user", content="a \ufdd0"), "messages[0].content must be Unicode text, got half of a character or a noncharacter"),
+    "a noncharacter": ("messages", one(role="user", content="a \ufdd0"), "messages[0].content must be Unicode text, got a lone surrogate or a noncharacter"),
     "two users": ("messages", {"messages": turns("a", {"role": "user", "content": "b"})}, "messages[1] must be assistant after user, got user"),
     "the assistant first": ("messages", one(role="assistant", content="a"), "messages[0] must be system or user at the start, got assistant"),
     "system in between": ("messages", {"messages": turns("a", "b", {"role": "system", "content": "c"})}, "messages[2] must be user or tool after assistant, got system"),

@@ -347,7 +347,7 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path,
     with pytest.raises(ConfigError, match=r"checkpoint\.resume must be auto for .* holds a finished run, got never"):
         start("checkpoint.resume=never")
     (run / "summary.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="must be the end of a run that is known, got one without checkpoints"):
+    with pytest.raises(CheckpointError, match="must belong to a run with checkpoints or a summary, got neither"):
         start()
     shutil.rmtree(run / "final")
     assert start() is None
@@ -461,7 +461,7 @@ def test_text_tokenizer_and_base_are_known_by_content_wherever_they_are(
     refused = run_training([*tiny, "model.config=null", *changed, "training.max_steps=4"], expect=5)
     (line,) = refused.errors
     assert (
-        f"step-00000003 must have begun from the base model at {tmp_path}/changed, got one that began from other"
+        f"step-00000003 must have started from the base model at {tmp_path}/changed, got one that began from other"
         in line
     )
 

@@ -269,7 +269,7 @@ def test_only_what_the_run_held_out_is_scored_as_that(
     (changed / "final/chat_template.jinja").write_text("{{ messages }}")
     assert "must be those in" in evaluate([changed], expect=5).errors[0]
     (changed / "environment.json").write_text("{}")
-    assert "must say which text the run was trained on" in evaluate([changed], expect=5).errors[0]
+    assert "must record which text the run was trained on" in evaluate([changed], expect=5).errors[0]
 
 
 def test_a_model_that_its_run_has_left_behind_is_not_taken_for_the_runs(

@@ -382,7 +382,7 @@ def test_a_run_touches_nothing_outside_its_folder(run: Path, tiny: list[str], tm
     (run / "checkpoints/step-00000004").symlink_to(outside / "step-00000004")
     before = contents(outside)
     finished = run_training([*tiny, "training.max_steps=6"], expect=5)
-    assert "step-00000004 must be a whole checkpoint, got: a link to '" in finished.errors[0]
+    assert "step-00000004 must be a complete checkpoint, got: a link to '" in finished.errors[0]
     shutil.copytree(outside / "step-00000004", run / "checkpoints/step-00000005")
     (run / "checkpoints/step-00000002").symlink_to(outside / "step-00000002")
     run_training([*tiny, "training.max_steps=8", "checkpoint.keep_best=0"])
@@ -407,7 +407,7 @@ PLACES = {
     **{f"{key}, {kind}": ([f'{key}="x{text}y"'], 2, f"{key} {ONE_LINE}")
        for key in ("output_dir", "tracking.run_name", "data.files", "data.cache_dir", "checkpoint.resume", "model.name_or_path")
        for kind, text in (("NUL", r"\0"), ("line break", r"\n"), ("terminal escape", r"\e[31m"))},
-    "unknown home": (["output_dir=~nobody-here/x"], 2, "output_dir must start with the home folder of a user of this machine"),
+    "unknown home": (["output_dir=~nobody-here/x"], 2, "output_dir must start with the home folder of an existing user"),
     "project, upwards": (["tracking.project=../../outside"], 2, "tracking.project must be a name without /"),
     "project, the folder above": (["tracking.project=.."], 2, "tracking.project must be a name without /"),
     "run_name, long": ([f"tracking.run_name={'x' * 300}"], 2, "tracking.run_name must have 1 to 128 characters, got 300"),

@@ -623,5 +623,5 @@ def test_export_wants_an_adapter_and_a_new_folder(
     assert "FINAL must be the folder of an adapter" in capsys.readouterr().err
     assert main(["export", str(finished[0] / "final"), str(tmp_path), "--merge"]) == 2
     assert "OUTPUT must be a new folder" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"must be a whole model, got the adapter .*acc-lm export --merge .*/final OUTPUT"):  # fmt: skip
+    with pytest.raises(ConfigError, match=r"must be a full model, got the adapter .*acc-lm export --merge .*/final OUTPUT"):  # fmt: skip
         check_model(ModelConfig(name_or_path=str(finished[0] / "final")), None, 257, LENGTH)

@@ -315,7 +315,7 @@ BAD = {
     "neither": ("[{files: PLAIN}]", 2, "data.mixture.0 must have exactly one of weight and tokens, got neither"),
     "some of each": (f"[{A}, {{files: CODE, tokens: 9}}]", 2, "data.mixture must have weight in all sources or tokens in all"),
     "no text": ("[{weight: 1}]", 2, "data.mixture.0 must have exactly one of files and dataset, got neither"),
-    "one name twice": (f"[{A}, {A}]", 2, "data.mixture must have names of their own, got 'plain', as another source"),
+    "one name twice": (f"[{A}, {A}]", 2, "data.mixture must have different names, got 'plain', as another source"),
     "a name of a metric": ("[{files: PLAIN, weight: 1, name: loss}]", 2, "data.mixture must have names of letters"),
     "a misspelt key": ("[{files: PLAIN, wieght: 1}]", 2, "data.mixture.0.wieght must be a known key, got 'wieght'; did you mean weight?"),
     "a weight too small": (f"[{A}, {{files: CODE, weight: 1e-6}}]", 2, "data.mixture must have no weight below 0.0001 of their sum"),

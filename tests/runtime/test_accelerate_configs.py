@@ -226,7 +226,7 @@ HEAD = "distributed_type: FSDP\nnum_processes: 2\n"
         ("num_processes: 4\n", 3, "num_processes must be given once"),
         ("num_machines: 3\n", 2, "num_processes must be a multiple of num_machines 3, got 2; Accelerate would start 0"),
         ("fsdp_config: true\n", 3, "fsdp_config must be a mapping of keys, got True"),
-        ("deepspeed_config: {zero_stage: 3}\n", 3, "must stand in a file of distributed_type DEEPSPEED, got FSDP"),
+        ("deepspeed_config: {zero_stage: 3}\n", 3, "must be in a file of distributed_type DEEPSPEED, got FSDP"),
     ],
 )  # fmt: skip
 def test_what_accelerate_would_ignore_is_refused(

@@ -37,7 +37,7 @@ def test_a_lock_that_nobody_holds_in_our_folder_is_removed_and_named(
 
 def test_in_a_folder_of_the_user_it_is_refused_with_the_command(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parent.parent))
-    with pytest.raises(MachineError, match=f"every start would wait for ever; remove it: rm {lock}"):
+    with pytest.raises(MachineError, match=f"every start would wait forever; remove it: rm {lock}"):
         extensions.build_extensions(needs_cpu_adam=True, needs_nvme=False, on_cpu=True)
     assert lock.exists()
 

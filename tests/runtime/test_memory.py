@@ -87,7 +87,8 @@ def test_memory_that_runs_out_in_the_middle_is_exit_code_9_and_one_line(
     assert finished.codes[1 - poor] == 7, finished.outputs
     (line,) = [line for line in finished.outputs[poor].splitlines() if "the memory must" in line]
     assert (
-        "training.micro_batch_size=3 takes the same batches in smaller parts, model.gradient_checkpointing=true" in line
+        "training.micro_batch_size=3 splits the same batches into smaller parts, model.gradient_checkpointing=true"
+        in line
     )
     if poor == 0:
         assert json.loads((run / "summary.json").read_text())["status"] == "out_of_memory"

@@ -167,7 +167,7 @@ def test_a_device_that_gets_no_further_ends_the_run_after_the_timeout(tiny: list
     assert finished.codes == [7, 7], finished.outputs
     (line,) = finished.errors
     assert re.search(
-        r"got: no answer from one, and all of them are alive \(for [34] s\), while process 0 was in step 4", line
+        r"got: one does not answer, although all of them are alive \(for [34] s\), while process 0 was in step 4", line
     )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["rank"]) == ("worker_lost", 7, 0)

@@ -187,16 +187,16 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "ZeRO stage 0": (DEEPSPEED | {"deepspeed_config": {"zero_stage": 0}}, [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0, which shards nothing"),
     "ZeRO stage 0 by hand": (by_hand(zero_optimization={"stage": 0}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0"),
     "no ZeRO by hand": (by_hand(zero_optimization={}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0"),
-    "float64 under DeepSpeed": (DEEPSPEED, ["model.dtype=float64"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got float64"),
-    "bfloat16 under DeepSpeed": (DEEPSPEED, ["model.dtype=bfloat16"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got bfloat16"),
+    "float64 under DeepSpeed": (DEEPSPEED, ["model.dtype=float64"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is, got float64"),
+    "bfloat16 under DeepSpeed": (DEEPSPEED, ["model.dtype=bfloat16"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is, got bfloat16"),
     "a section that is none": (by_hand(fp16=True), [], 2, "ds.json: fp16 must be a mapping, got true"),
     "a stage in quotes": (by_hand(zero_optimization={"stage": "2"}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got '2'; write one of these numbers"),
     "no such file": (DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": "/nowhere.json"}}, [], 2, "deepspeed_config_file must exist, got '/nowhere.json'"),
     "no JSON": ({"by_hand": "zero: 2"}, [], 2, "ds.json must be JSON, got: Expecting value"),
-    "another global batch": (by_hand(train_batch_size=16), [], 2, "train_batch_size must be auto or what the recipe says (training.global_batch_size: 12), got 16"),
-    "another micro-batch": (by_hand(train_micro_batch_size_per_gpu=2), [], 2, "train_micro_batch_size_per_gpu must be auto or what the recipe says (training.micro_batch_size: 6), got 2"),
-    "another accumulation": (by_hand(gradient_accumulation_steps=4), [], 2, "gradient_accumulation_steps must be auto or what the recipe says (training.global_batch_size / (micro_batch_size x processes): 1), got 4"),
-    "another clipping": (by_hand(gradient_clipping=0.3), [], 2, "gradient_clipping must be auto or what the recipe says (optimizer.max_grad_norm: 1.0), got 0.3"),
+    "another global batch": (by_hand(train_batch_size=16), [], 2, "train_batch_size must be auto or the recipe's value (training.global_batch_size: 12), got 16"),
+    "another micro-batch": (by_hand(train_micro_batch_size_per_gpu=2), [], 2, "train_micro_batch_size_per_gpu must be auto or the recipe's value (training.micro_batch_size: 6), got 2"),
+    "another accumulation": (by_hand(gradient_accumulation_steps=4), [], 2, "gradient_accumulation_steps must be auto or the recipe's value (training.global_batch_size / (micro_batch_size x processes): 1), got 4"),
+    "another clipping": (by_hand(gradient_clipping=0.3), [], 2, "gradient_clipping must be auto or the recipe's value (optimizer.max_grad_norm: 1.0), got 0.3"),
     "an optimizer by hand": (by_hand(optimizer={"type": "AdamW"}), [], 2, "optimizer must be left out, got one; the recipe's optimizer section is handed over"),
     "a scheduler by hand": (by_hand(scheduler={"type": "WarmupLR"}), [], 2, "scheduler must be left out, got one; the recipe's scheduler section is handed over"),
     "bf16 by hand": (by_hand(bf16={"enabled": True}), [], 2, "bf16.enabled must be auto or false, got true; precision is the recipe's"),
@@ -559,7 +559,7 @@ def test_what_a_hook_means_for_a_run_is_said(tiny: list[str]) -> None:
     output = run_training(
         [*quick, "output_dir=" + quick[2].split("=")[1] + "-2", "distributed.comm_hook=fp16"], 2, environment
     ).output
-    assert "distributed.comm_hook fp16 is of DDP and does nothing under fsdp2" in output
+    assert "distributed.comm_hook fp16 is for DDP and has no effect under fsdp2" in output
 
 
 def test_bf16_is_used_when_the_recipe_or_the_launch_says_so(tiny: list[str], tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def check(counts: ItemCounts, threshold: float) -> None:
         (counts.without_target, "have a target", "without one", "raise data.sequence_length"),
         (
             counts.dropped_content,
-            "be written whole by the chat template",
+            "be written completely by the chat template",
             "with something left out",
             "set data.chat_template",
         ),

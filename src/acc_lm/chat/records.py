@@ -275,7 +275,7 @@ def check_unicode(text: str, name: str, place: str) -> str:
         DataError: the text has a lone surrogate, or one of the noncharacters that serve as marks.
     """
     if not is_unicode(text) or OPEN in text or CLOSE in text:
-        raise DataError(f"{place}: {name} must be Unicode text, got half of a character or a noncharacter")
+        raise DataError(f"{place}: {name} must be Unicode text, got a lone surrogate or a noncharacter")
     return text
 
 

@@ -149,7 +149,7 @@ def _find(output_dir: Path, resume: str, read_all: bool = True) -> Found:
         damaged.append((folder, problem))
     if damaged:
         raise CheckpointError(
-            *(f"{folder} must be a whole checkpoint, got: {problem}" for folder, problem in damaged),
+            *(f"{folder} must be a complete checkpoint, got: {problem}" for folder, problem in damaged),
             f"no checkpoint in {root} can be used; nothing was deleted; choose another output_dir to start from scratch",
         )
     return Found(None)

@@ -137,7 +137,7 @@ def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[in
                 parts.setdefault(key, []).append((first, math.prod(part.get_shape()), part))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} must hold pieces of tensors, got: {' '.join(str(error).split())}; remove it, or set checkpoint.verify=full, which passes it over"
+                f"{path} must hold pieces of tensors, got: {' '.join(str(error).split())}; remove it, or set checkpoint.verify=full, which skips it"
             ) from None
     return parts, shapes
 

@@ -86,7 +86,7 @@ def check_same_recipe(
             f"once per epoch, at the learning rates of a run that had {now} from the start, there at step {progress.samples_seen / now:g}"
         )
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
-        notes.append("the length of the run changed: the schedule of the new length holds from here on")
+        notes.append("the length of the run changed: from here on the schedule is that of the new length")
     before = checkpoint.state["num_processes"]
     if before != num_processes:
         notes.append(
@@ -125,7 +125,7 @@ def check_same_origin(
     state, other = checkpoint.state, f"choose another output_dir (output_dir={_next_name(config.output_dir)})"
     if state.get("vocabulary", origin["vocabulary"]) != origin["vocabulary"]:
         raise CheckpointError(
-            f"{checkpoint.folder} must have been trained with this tokenizer, got one in which ids stand for other tokens; put that back, or {other}"
+            f"{checkpoint.folder} must have been trained with this tokenizer, got one in which ids stand for other tokens; restore that, or {other}"
         )
     if config.checkpoint.allow_changed_recipe:
         return
@@ -137,8 +137,8 @@ def check_same_origin(
     # An adapter's checkpoint does not hold its base: `load_checkpoint` always refuses another base.
     if state.get("base") is None and state.get("base_weights", origin["base_weights"]) != origin["base_weights"]:
         raise CheckpointError(
-            f"{checkpoint.folder} must have begun from the base model at {config.model.name_or_path}, got one that began from other weights; "
-            f"put those back, {other}, or checkpoint.allow_changed_recipe=true"
+            f"{checkpoint.folder} must have started from the base model at {config.model.name_or_path}, got one that started from other weights; "
+            f"restore those, {other}, or checkpoint.allow_changed_recipe=true"
         )
 
 
@@ -223,11 +223,11 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
         )
     try:
         if "exported_step" not in summary:
-            raise ConfigError("no word of it in summary.json")
+            raise ConfigError("summary.json does not mention it")
         finished = load_config(output_dir / RECIPE)
     except (UserError, OSError) as error:
         raise CheckpointError(
-            f"{final} must be the end of a run that is known, got one without checkpoints: {error}; {ways}"
+            f"{final} must belong to a run with checkpoints or a summary, got neither: {error}; {ways}"
         ) from None
     same_day = with_day(config, config.data.chat_template_date or finished.data.chat_template_date)
     old, new = finished.model_dump(mode="json"), same_day.model_dump(mode="json")
@@ -306,7 +306,7 @@ def rewind(
     checkpoint = find_checkpoint(accelerator, output_dir, config.model_copy(update={"resume": "auto"})).checkpoint
     if checkpoint is None:
         raise DivergedError(
-            "the loss must not jump before the first checkpoint, got a jump and nothing to rewind to; lower checkpoint.every"
+            "the loss must not jump before the first checkpoint, got a jump without a checkpoint to rewind to; lower checkpoint.every"
         )
     load_checkpoint(accelerator, checkpoint, model, optimizer)
     return checkpoint

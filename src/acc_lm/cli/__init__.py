@@ -17,13 +17,13 @@ from acc_lm.redaction import print_anything
 
 VERBS = {
     "run": {
-        "keep-going": "start a run again until it has ended; exit code 70 when that gets it no further",
-        "doctor": "what this machine has, and whether an Accelerate config can run on it (exit code 4 if not)",
+        "keep-going": "restart a run until it has ended; exit code 70 when restarts bring no progress",
+        "doctor": "describe this machine, and check whether an Accelerate config can run on it (exit code 4 if not)",
     },
     "look at a model or a run": {
         "generate": "print text that an exported model writes",
         "evaluate": "loss, perplexity, bits per byte and token accuracy of a model on a text, by document; its answers to prompts",
-        "export": "make another model folder of an exported one",
+        "export": "convert an exported model: merge an adapter into its base",
         "checkpoint": "list, verify, export or convert checkpoints",
     },
     "study": {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser(
-        "list", help="the checkpoints of a run: size, evaluation loss, writer, whether they are whole"
+        "list", help="the checkpoints of a run: size, evaluation loss, writer, whether they are intact"
     )
     listing.add_argument("run", type=Path, help="folder of the run, e.g. runs/quickstart")
     verify = actions.add_parser(
@@ -26,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("folder", type=Path, help="e.g. runs/quickstart/checkpoints/latest")
     export = actions.add_parser(
-        "export", help="every tensor whole in one safetensors file: weights and the optimizer's moments"
+        "export", help="write every unsharded tensor to one safetensors file: weights and the optimizer's moments"
     )
     export.add_argument("folder", type=Path)
     export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file, *.safetensors")
     convert = actions.add_parser(
-        "convert-to-hf", help="a folder that transformers loads, from any checkpoint of any backend"
+        "convert-to-hf", help="write a folder that transformers loads, from any checkpoint of any backend"
     )
     convert.add_argument("folder", type=Path)
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
@@ -102,7 +102,7 @@ def verify(folder: Path) -> int:
         num_tensors, elements = num_tensors + 1, elements + tensor.numel()
     seconds = time.monotonic() - began
     print(
-        f"{folder} is whole: step {checkpoint.progress.step}, {num_tensors} tensors, {elements:,} numbers, read in {seconds:.1f} s"
+        f"{folder} is intact: step {checkpoint.progress.step}, {num_tensors} tensors, {elements:,} numbers, read in {seconds:.1f} s"
     )
     return 0
 
@@ -178,7 +178,7 @@ def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]
     sizes = dict(state.get("model_config", {}))
     if not sizes:
         raise CheckpointError(
-            f"{folder} must say which model it is of, got no model_config in its state.json (an earlier version wrote it); "
+            f"{folder} must contain model_config, got none in its state.json (an earlier version wrote it); "
             "resume its run for one step, and convert the checkpoint that this saves"
         )
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
@@ -200,4 +200,4 @@ def _whole(folder: Path) -> None:
     from acc_lm.checkpointing.format import problem_with
 
     if problem := problem_with(folder):
-        raise CheckpointError(f"{folder} must be a whole checkpoint, got: {problem}; name another step-* folder")
+        raise CheckpointError(f"{folder} must be a complete checkpoint, got: {problem}; name another step-* folder")

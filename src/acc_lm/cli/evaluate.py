@@ -39,26 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="file or glob of text or conversations; several times for several (default: what the run held out)",
+        help="file or glob of text or conversations; several times for several (default: the text that the run held out)",
     )
-    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write a line of JSON for each document")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write one line of JSON per document")
+    parser.add_argument("--generate", action="store_true", help="answer each prompt, and compare with the given answer")
     parser.add_argument(
-        "--generate", action="store_true", help="answer each prompt, and compare with the answer that is there"
-    )
-    parser.add_argument(
-        "--references-column", metavar="NAME", help="of the records, with other right answers: a text or a list of them"
-    )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (default 100)")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="draw the tokens of an answer (default 0: the likeliest)"
+        "--references-column",
+        metavar="NAME",
+        help="column of the records with further correct answers: a text or a list of texts",
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="rows or prompts at a time; decides memory, never a figure"
+        "--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens (default 100)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature of an answer (default 0: greedy)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="rows or prompts at a time; affects memory, never a result"
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the Hub id")
     parser.add_argument("--json", action="store_true", help="for scripts")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe, e.g. data.sequence_length=512"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="override of the recipe, e.g. data.sequence_length=512",
     )
 
 
@@ -106,7 +111,7 @@ def evaluate_model(request: Request) -> int:
         if isinstance(explained, OutOfMemoryError):
             size = request.batch_size or (config.training.micro_batch_size if config else BATCH_SIZE)
             raise OutOfMemoryError(
-                f"a forward pass must fit into memory, got {size} rows that do not; lower --batch-size, which changes no figure"
+                f"a forward pass must fit into memory, got {size} rows that do not; lower --batch-size, which changes no result"
             ) from None
         if explained is not None:
             raise explained from None

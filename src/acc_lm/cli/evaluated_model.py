@@ -79,7 +79,7 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
     ):
         is_there = "is in no run" if Path(model).is_dir() else "is no folder here and so in no run"
         raise ConfigError(
-            f"--data must name files to evaluate on, got none, and {request.model} {is_there}, which would say what it held out; add it"
+            f"--data must name files to evaluate on, got none, and {request.model} {is_there}, which would define the held-out text; add it"
         )
     recipe = load_config(run / RECIPE).model_dump(mode="json") if run else {}
     data: dict[str, Any] = dict(recipe.get("data", {})) | {
@@ -140,7 +140,7 @@ def environment_of(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # damaged, or written by an earlier version
     raise CheckpointError(
-        f"{run}/environment.json must say which text the run was trained on, got nothing of that; "
+        f"{run}/environment.json must record which text the run was trained on, got nothing of that; "
         "start the run again, which writes it even if there is nothing left to train, or name what to score with --data"
     )
 
@@ -165,12 +165,12 @@ def check_tokenizer(run: Path, tokenizer: Any) -> None:
         known = AutoTokenizer.from_pretrained(run / "tokenizer", trust_remote_code=False)
     except Exception as error:  # transformers has no error class of its own for unreadable files
         raise CheckpointError(
-            f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; put its files back, or name what to score with --data"
+            f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; restore its files, or name what to score with --data"
         ) from None
     if (tokenizer_key(known), known.chat_template) != (tokenizer_key(tokenizer), tokenizer.chat_template):
         raise CheckpointError(
             f"the model's tokenizer and chat template must be those in {run}/tokenizer, with which the run was trained, got others; "
-            "put them back, or name what to score with --data"
+            "restore them, or name what to score with --data"
         )
 
 

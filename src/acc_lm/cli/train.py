@@ -132,7 +132,7 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         help="evaluate the newest checkpoint of output_dir, else model.name_or_path, add a line to metrics.jsonl, and exit",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="laid over the recipe; the last one wins"
+        "overrides", nargs="*", metavar="section.key=value", help="override of the recipe; the last one wins"
     )
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     strange = [argument for argument in unknown if argument.startswith("-")]

@@ -194,9 +194,7 @@ class DataConfig(Section):
                 )
             if names.count(name) > 1 or name in self.evaluation_sets:
                 other = "another source" if names.count(name) > 1 else "one of data.evaluation_sets"
-                raise ValueError(
-                    f"mixture must have names of their own, got {name!r}, as {other}; give it another name"
-                )
+                raise ValueError(f"mixture must have different names, got {name!r}, as {other}; give it another name")
         return self
 
     @model_validator(mode="after")
@@ -213,7 +211,7 @@ class DataConfig(Section):
         if not (self.eval_files if self.source == "files" else self.eval_split):
             key = "eval_files" if self.source == "files" else "eval_split"
             raise ValueError(
-                f"{key} must name the held-out text of a stream, of which no share can be held out, got none; add data.{key}"
+                f"{key} must name the held-out text of a stream, from which no share can be held out, got none; add data.{key}"
             )
         if self.format not in (None, "text"):
             raise ValueError(f"format must be text for a stream, got {self.format}; set data.streaming to false")

@@ -230,12 +230,12 @@ class Config(Section):
             raise ValueError(f"checkpoint.best_metric must be a metric of the evaluation, got {metric!r}; {hint}")
         if training.early_stopping_patience and not training.eval_every and not training.eval_every_epochs:
             raise ValueError(
-                "training.early_stopping_patience must be null without evaluations on the way, got "
+                "training.early_stopping_patience must be null without evaluations during training, got "
                 f"{training.early_stopping_patience}; set training.eval_every or training.eval_every_epochs"
             )
         if self.exports_best and not self.checkpoint.keep_best:
             raise ValueError(
-                "checkpoint.keep_best must be at least 1 where final/ gets the best weights, got 0; raise it, or set export.weights=last"
+                "checkpoint.keep_best must be at least 1 when final/ holds the best weights, got 0; raise it, or set export.weights=last"
             )
 
     def _base_can_be_found_again(self) -> None:

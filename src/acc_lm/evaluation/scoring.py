@@ -117,7 +117,7 @@ def read_documents(
     if trained_on is not None and text_key(corpus, config, plan) != trained_on:
         raise CheckpointError(
             "the run must have been trained on this text, got other text (its content or what is held out of it changed); "
-            "put back what it was trained on, or name what to score with --data"
+            "restore what it was trained on, or name what to score with --data"
         )
     if held_out:
         _, evaluation, _ = split_documents(corpus, config, can_cut=plan is None)

@@ -279,7 +279,7 @@ def apply_adapter(adapter: AdapterFolder, base: Any) -> Any:
 
     if adapter.checksum is not None and weights_checksum(base) != adapter.checksum:
         raise ConfigError(
-            f"{adapter.folder} must be used with the model that it was trained on, got other weights at {adapter.base}; put those back"
+            f"{adapter.folder} must be used with the model that it was trained on, got other weights at {adapter.base}; restore those"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about names that transformers will change

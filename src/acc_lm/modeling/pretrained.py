@@ -65,7 +65,7 @@ def pretrained_config(config: ModelConfig) -> PreTrainedConfig:
         )
     if Path(name, SETTINGS).is_file():
         raise ConfigError(
-            f"model.name_or_path must be a whole model, got the adapter {name!r}; make one of it and its base: acc-lm export --merge {name} OUTPUT"
+            f"model.name_or_path must be a full model, got the adapter {name!r}; merge it into its base: acc-lm export --merge {name} OUTPUT"
         )
     if Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ConfigError(

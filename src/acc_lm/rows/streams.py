@@ -149,13 +149,13 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
                 self._news.append(
                     f"stream {stream} was read to its end, pass {passes}; it continues with its first shard"
                 )
-        assert first <= number < first + len(ids), "rows of a stream are had once, in their order"
+        assert first <= number < first + len(ids), "rows of a stream can be read once, in order"
         row: np.ndarray = ids[number - first]
         return row
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Number of targets in these rows."""
-        assert self._readers, "outside of `reading` there are no rows to learn"
+        assert self._readers, "no training rows outside of `reading`"
         return len(rows) * self.sequence_length
 
 

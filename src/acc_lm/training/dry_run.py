@@ -49,7 +49,7 @@ def try_everything(run: Run) -> None:
             with contextlib.suppress(OSError):  # not empty: a run has written here
                 work.parent.rmdir()
     if accelerator.is_main_process:
-        print("dry run: everything works here; nothing was kept")
+        print("dry run: everything works; nothing was kept")
 
 
 class _Trial:
@@ -108,7 +108,7 @@ class _Trial:
         load_checkpoint(run.accelerator, open_checkpoint(self._saved), run.model, run.optimizer)
         if self._weights() != self._digest:
             raise CheckpointError("a loaded checkpoint must be what was saved, bit for bit, got other tensors")
-        return "after another step, every tensor is bit for bit what was saved"
+        return "loaded after another step: every tensor is bit for bit what was saved"
 
     def _weights(self) -> str:
         return weights_digest(self._run.accelerator, self._run.model, self._run.optimizer)

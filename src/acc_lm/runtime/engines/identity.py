@@ -76,7 +76,7 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     if strategy != asked:
         raise MachineError(
             f"the launch must run {asked}, as its Accelerate config asks, got {strategy} ({type(outer).__name__}, "
-            f"{num_processes} processes); this is a defect of the installed versions: nothing was trained"
+            f"{num_processes} processes); this is a defect of the installed versions; nothing was trained"
         )
     pieces = pieces_of(model, optimizer)
     num_parameters = sum(_whole_size(p) for p in bare_model(model).parameters())
@@ -151,7 +151,7 @@ def _check_shards(
         expected = num_parameters * num_processes
         if sum(kept) != expected:
             raise MachineError(
-                f"each process must hold the whole model under {strategy}, got {kept} of {num_parameters} parameters"
+                f"each process must hold the full model under {strategy}, got {kept} of {num_parameters} parameters"
             )
     elif num_processes > 1 and strategy in ("fsdp2", "hsdp"):
         if min(kept) >= num_parameters:
@@ -196,7 +196,7 @@ def _block_units(model: Any) -> list[Any]:
 
 def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]) -> str:
     if strategy in ("single", "ddp"):
-        return f"whole on each process: {num_parameters:,} parameters"
+        return f"full copy on each process: {num_parameters:,} parameters"
     if strategy in ("fsdp2", "hsdp"):
         mesh = _mesh_of(model)
         shards = mesh.size(mesh.ndim - 1)
@@ -205,14 +205,14 @@ def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, 
         reshard = (
             f"{blocks} blocks, gathered again for backward"
             if _reshards(model)
-            else f"{blocks} blocks, kept whole from forward to backward"
+            else f"{blocks} blocks, kept gathered from forward to backward"
         )
         return f"{num_parameters:,} parameters in {shards} shards{copies}: {min(kept):,} to {max(kept):,} on a process, {reshard}"
     stage = strategy[-1]
     offload = {what: device for what in ("optimizer", "param") if (device := _offload_device(model, what)) != "none"}
     text = {
-        "1": "optimizer state sharded, gradients and parameters whole",
-        "2": "optimizer state and gradients sharded, parameters whole",
+        "1": "optimizer state sharded, gradients and parameters full",
+        "2": "optimizer state and gradients sharded, parameters full",
         "3": "optimizer state, gradients and parameters sharded",
     }[stage]
     places = "".join(f", {what} offloaded to {device}" for what, device in offload.items())
@@ -264,15 +264,15 @@ def _notes(
     notes, cores = [], os.cpu_count() or 1
     if accelerator.device.type == "cpu" and torch.get_num_threads() > 1 and (load := os.getloadavg()[0]) > cores:
         notes.append(
-            f"others use the {cores} cores (load average {load:.1f}) and threads wait for each other: OMP_NUM_THREADS=1 is faster then"
+            f"other programs use the {cores} cores (load average {load:.1f}) and threads wait for each other: OMP_NUM_THREADS=1 is faster then"
         )
     if is_rehearsal:
-        notes.append("rehearsal: the real engine on CPU processes, for trust and not for speed")
+        notes.append("rehearsal: the real engine on CPU processes, to check results, not speed")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         if local > cores:
             notes.append(f"{local} processes share {cores} cores")
         if strategy in ("fsdp2", "hsdp") and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-            notes.append("fsdp_offload_params does nothing here: the parameters are on the CPU already")
+            notes.append("fsdp_offload_params has no effect here: the parameters are on the CPU already")
     if strategy.startswith("deepspeed"):
         notes += overruled_settings(config, accelerator.gradient_accumulation_steps)
     training = config.training
@@ -295,7 +295,7 @@ def _notes(
     if strategy == "ddp" and "power_sgd" in hook:
         notes.append(f"{hook} keeps state that no checkpoint has: a resumed run is not bit-identical")
     if strategy != "ddp" and hook != "none":
-        notes.append(f"distributed.comm_hook {hook} is of DDP and does nothing under {strategy}")
+        notes.append(f"distributed.comm_hook {hook} is for DDP and has no effect under {strategy}")
     return notes
 
 

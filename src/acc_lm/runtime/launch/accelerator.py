@@ -97,7 +97,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
 def _check_process_count(launched: int, seen: int) -> None:
     if launched != seen:
         raise MachineError(
-            f"the launcher must give what it started, got {launched} processes (WORLD_SIZE) where Accelerate sees "
+            f"the launcher's variables must match the processes it started, got {launched} processes (WORLD_SIZE) where Accelerate sees "
             f"{seen}; launch with accelerate_configs/ddp.yaml, or with one process"
         )
 

@@ -28,7 +28,7 @@ def refuse_silent_single_process(typed: Namespace | None) -> None:
     """Refuse the three kinds of launch that ask for several processes and silently get one."""
     if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ and requested_processes(typed) > 1:
         raise MachineError(
-            "the launch must start the processes it was asked for, got one process (accelerate starts only one for "
+            "the launch must start the requested number of processes, got one process (accelerate starts only one for "
             "MULTI_CPU, for --cpu with --num_processes, and for distributed_type NO); use --config_file "
             "accelerate_configs/ddp.yaml --num_processes N, which works without a GPU too, or --num_processes 1"
         )
@@ -42,7 +42,7 @@ def refuse_restarts_that_hang() -> None:
         )
     if restarts > 0 and is_launchers_store() and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
         raise MachineError(
-            f"max_restarts must be 0 on several machines, where new processes look for each other at the addresses of the dead ones, got "
+            f"max_restarts must be 0 on several machines, where new processes look for each other at the addresses of the previous ones, got "
             f"{restarts}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launcher on every machine"
         )
 
@@ -53,7 +53,7 @@ def refuse_what_needs_a_launcher(strategy: str) -> None:
         return
     name = "ACCELERATE_USE_DEEPSPEED" if strategy.startswith("deepspeed") else "ACCELERATE_USE_FSDP"
     raise MachineError(
-        f"{strategy}, which {name}={os.environ[name]} asks for, must be started by a launcher, got one process without; start it with "
+        f"{strategy}, which {name}={os.environ[name]} asks for, must be started by a launcher, got one process without one; start it with "
         f"accelerate launch, or unset {name} if it is left over from another launch"
     )
 
@@ -120,7 +120,7 @@ def refuse_overwritten_gradients(compiler: TorchDynamoPlugin, accumulation: int)
 def refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
     if strategy.startswith("deepspeed") and config.model.dtype != "float32":
         raise MachineError(
-            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model is in, got "
+            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is, got "
             f"{config.model.dtype}; for 16-bit compute use training.mixed_precision=bf16, for float64 another Accelerate config"
         )
     if strategy.startswith("deepspeed") and config.model.freeze and precision != "no":
@@ -130,15 +130,15 @@ def refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
         )
     if strategy not in ("single", "ddp") and config.adapter.quantize_base != "none":
         raise MachineError(
-            f"adapter.quantize_base must be none under {strategy}, which cannot divide weights of 4 bits, got "
-            f"{config.adapter.quantize_base}; use accelerate_configs/ddp.yaml, on which each process has them whole"
+            f"adapter.quantize_base must be none under {strategy}, which cannot shard 4-bit weights, got "
+            f"{config.adapter.quantize_base}; use accelerate_configs/ddp.yaml, where each process holds all of them"
         )
 
 
 def refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
     if not config.training.find_micro_batch_size or strategy in ("single", "ddp"):
         return
-    where = f"under {strategy}, where a process that lacks memory leaves the others waiting for its part of the weights"
+    where = f"under {strategy}, where a process that runs out of memory leaves the others waiting for its shard"
     if strategy.startswith("deepspeed"):
         where = "under DeepSpeed, which needs the size when it is built"
     raise ConfigError(
@@ -170,8 +170,8 @@ def refuse_a_hook_that_fails(config: Config, strategy: str) -> None:
         and (steps is None or steps >= starts_at)
     ):
         raise MachineError(
-            f"distributed.comm_hook must be another than batched_power_sgd, which fails inside torch from step {starts_at} on, where it "
-            "begins to compress; use power_sgd"
+            f"distributed.comm_hook must not be batched_power_sgd, which fails inside torch from step {starts_at}, where its "
+            "compression starts; use power_sgd"
         )
 
 

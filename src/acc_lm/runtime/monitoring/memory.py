@@ -92,7 +92,7 @@ def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
     """Build the error for a lack of memory, with the cheapest remedy that the run does not use yet."""
     words = " ".join(str(error).split())[:160] or type(error).__name__
     return OutOfMemoryError(
-        f"the memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
+        f"memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
         f"{next_rung(config)}; run the same command to resume from the last checkpoint"
     )
 
@@ -101,7 +101,7 @@ def next_rung(config: Config) -> str:
     """Cheapest unused remedy: first those that keep result and hardware, then sharding, precision, offload."""
     micro, strategy = config.training.micro_batch_size, requested_strategy()
     if micro > 1:
-        rungs = [f"training.micro_batch_size={smaller(micro)} takes the same batches in smaller parts"]
+        rungs = [f"training.micro_batch_size={smaller(micro)} splits the same batches into smaller parts"]
         if config.model.gradient_checkpointing is not True:
             rungs.append("model.gradient_checkpointing=true keeps fewer activations")
         return ", ".join(rungs)

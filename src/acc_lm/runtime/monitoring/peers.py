@@ -204,7 +204,7 @@ class Peers:
         if not got:
             others = {peer.host for peer in self._peers} - {platform.node()}
             where = "on this machine" if others else "of them"
-            got = f"no answer from one, and all {where} are alive ({words})"
+            got = f"one does not answer, although all {where} are alive ({words})"
         last_checkpoint = newest_checkpoint(self._output_dir)
         speaker = min((rank for rank in range(len(self._peers)) if rank not in states), default=0)
         return WorkerLostError(

@@ -47,7 +47,7 @@ def check_config_file(typed: Namespace | None = None) -> None:
         return
     config, lines = _read(file)
     problems = [
-        f"{file}:{line}: {key} must be given once, got it again (only the last counts); remove one"
+        f"{file}:{line}: {key} must be given once, got it twice (only the last counts); remove one"
         for key, line in lines
         if line != dict(reversed(lines))[key]
     ]
@@ -62,7 +62,7 @@ def check_config_file(typed: Namespace | None = None) -> None:
             continue
         if values and not _is_in_use(section, config):
             problems.append(
-                f"{places[section]}{section} must stand in a file of distributed_type {_strategy_of(section)}, got "
+                f"{places[section]}{section} must be in a file of distributed_type {_strategy_of(section)}, got "
                 f"{config.distributed_type.value}; change distributed_type, or remove {section}"
             )
         for key in values:

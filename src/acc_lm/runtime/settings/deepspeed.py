@@ -42,7 +42,7 @@ def deepspeed_config() -> dict[str, Any]:
             f"deepspeed_config_file must exist, got {file!r}; give its path relative to the current folder or to the yaml"
         ) from None
     except ValueError as error:
-        raise MachineError(f"{file} must be JSON, got: {error}; mend it") from None
+        raise MachineError(f"{file} must be JSON, got: {error}; correct it") from None
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise MachineError(f"{file} must be a mapping with a zero_optimization section, got none; add it")
     for section, settings in (("", config), ("zero_optimization.", config["zero_optimization"])):
@@ -135,7 +135,7 @@ def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], prec
         "gradient_clipping": "optimizer.max_grad_norm",
     }
     problems = [
-        f"{file}: {key} must be auto or what the recipe says ({keys[key]}: {value}), got {settings[key]}; set it to auto"
+        f"{file}: {key} must be auto or the recipe's value ({keys[key]}: {value}), got {settings[key]}; set it to auto"
         for key, value in owned.items()
         if settings.get(key, "auto") not in ("auto", value)
     ]
