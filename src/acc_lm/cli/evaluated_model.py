@@ -140,8 +140,8 @@ def environment_of(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # damaged, or written by an earlier version
     raise CheckpointError(
-        f"{run}/environment.json must record which text the run was trained on, got nothing of that; "
-        "start the run again, which writes it even if there is nothing left to train, or name what to score with --data"
+        f"{run}/environment.json must record which text the run was trained on, got no such entry; "
+        "start the run again, which writes it even if no step is left, or name what to score with --data"
     )
 
 

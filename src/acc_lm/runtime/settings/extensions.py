@@ -113,7 +113,7 @@ def _look_at_lock(lock: Path, is_ours: bool) -> None:
     if not is_ours:
         raise MachineError(
             f"{lock.parent} must not be locked, got a lock of a build that was killed (no process holds it), on which every start would "
-            f"wait for ever; remove it: rm {lock}"
+            f"wait forever; remove it: rm {lock}"
         )
     lock.unlink(missing_ok=True)
     print(f"removed {lock}, left by a build that was killed", file=sys.stderr)
