@@ -178,7 +178,7 @@ DROPPED = {("zephyr", "tool turns"), ("deepseek", "thoughts")} | {
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "metaspace"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_targets_are_what_the_assistant_writes_behind_what_generation_sees(name: str, kind: str) -> None:
+def test_targets_are_the_assistants_text_after_the_generation_prompt(name: str, kind: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(kind, name)
     template = load_template(tokenizer)
     for what, record in CONVERSATIONS.items():
@@ -246,7 +246,7 @@ def test_a_token_across_the_start_of_an_answer_does_not_change_what_generation_s
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_question_is_asked_as_the_library_asks_it(name: str) -> None:
+def test_a_question_is_formatted_as_the_library_formats_it(name: str) -> None:
     tokenizer = tokenizer_of("byte", name)
     ids, end = question_ids("what? <not special>", tokenizer)
     asked = Conversation(({"role": "user", "content": "what? <not special>"},), "here")
@@ -254,7 +254,7 @@ def test_a_question_is_asked_as_the_library_asks_it(name: str) -> None:
     assert tokenizer.convert_ids_to_tokens([end])[0] in (FAMILIES[name].eos_token, *FAMILIES[name].special)
 
 
-def test_a_question_to_a_model_without_a_template_is_asked_in_plain_words() -> None:
+def test_a_question_to_a_model_without_a_template_is_plain_text() -> None:
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
     ids, end = question_ids("what?", tokenizer)
     assert decoded(tokenizer, ids) == "user:\nwhat?<|endoftext|>\nassistant:\n"

@@ -282,7 +282,7 @@ def test_a_path_starts_another_run_from_there(run: Path, tiny: list[str], tmp_pa
     assert json.loads((other / "summary.json").read_text())["resumed_from"] == str(run / "checkpoints/step-00000004")
 
 
-def test_a_path_typed_again_goes_on_with_the_run_that_it_started(run: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_a_path_typed_again_resumes_the_run_that_it_started(run: Path, tiny: list[str], tmp_path: Path) -> None:
     """Also when it is a link that leads elsewhere by then, or what the link led to."""
     other, link = tmp_path / "other", tmp_path / "best"
     link.symlink_to(run / "checkpoints/step-00000002")
@@ -374,7 +374,7 @@ def test_another_precision_is_another_recipe(run: Path, tiny: list[str]) -> None
     assert finished.errors[0].endswith("training.mixed_precision was 'no', is 'bf16'")
 
 
-def test_another_number_of_processes_is_said(run: Path, tiny: list[str]) -> None:
+def test_another_number_of_processes_is_reported(run: Path, tiny: list[str]) -> None:
     finished = run_training([*tiny, "training.max_steps=8", "training.micro_batch_size=6"], num_processes=2)
     assert "the checkpoint was written by 1 process, now 2: the same rows and rates" in finished.output
 
@@ -419,7 +419,7 @@ def test_another_recipe_is_refused_and_both_ways_out_are_named(
     assert summary["bits_per_byte"], "what the run reached is still there"
 
 
-def test_an_allowed_change_goes_on_and_says_so(run: Path, tiny: list[str]) -> None:
+def test_an_allowed_change_resumes_and_is_reported(run: Path, tiny: list[str]) -> None:
     finished = run_training(
         [*tiny, "optimizer.learning_rate=5e-4", "training.max_steps=8", "checkpoint.allow_changed_recipe=true"]
     )
@@ -504,7 +504,7 @@ def test_newest_and_best_are_kept_and_known(tiny: list[str], tmp_path: Path) -> 
     assert summary["eval_loss"]["best_step"] == best
 
 
-def test_a_run_that_was_copied_without_its_links_goes_on(finished_run: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_that_was_copied_without_its_links_resumes(finished_run: Path, tiny: list[str], tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     assert (run / "checkpoints/latest/manifest.json").is_file()
     assert not (run / "checkpoints/latest").is_symlink()

@@ -60,12 +60,12 @@ def check(matrix: dict[str, dict[str, tuple[float, bool]]], bound: float, engine
             assert same or writer != reader, f"{writer} goes on as it would have, bit for bit"
 
 
-def test_one_engine_of_each_kind_goes_on_from_any_other(tmp_path: Path) -> None:
+def test_one_engine_of_each_kind_resumes_from_any_other(tmp_path: Path) -> None:
     check(whole_matrix(Scenario("gpt2"), tmp_path, FEW), TOLERANCE["no"]["train/loss"], FEW)
 
 
 @pytest.mark.slow
-def test_any_engine_goes_on_from_any_other(tmp_path: Path) -> None:
+def test_any_engine_resumes_from_any_other(tmp_path: Path) -> None:
     check(whole_matrix(Scenario("gpt2"), tmp_path), TOLERANCE["no"]["train/loss"])
 
 
@@ -74,7 +74,7 @@ def test_any_engine_goes_on_from_any_other(tmp_path: Path) -> None:
     Scenario("llama", accumulation=4, gradient_checkpointing=True),
     Scenario("gpt2", accumulation=4, mixed_precision="bf16"),
 ], ids=str)  # fmt: skip
-def test_any_engine_goes_on_from_any_other_untied_and_in_bf16(scenario: Scenario, tmp_path: Path) -> None:
+def test_any_engine_resumes_from_any_other_untied_and_in_bf16(scenario: Scenario, tmp_path: Path) -> None:
     bounds = {"no": TOLERANCE["no"]["train/loss"], "bf16": TOLERANCE["bf16"]["train/grad_norm"]}
     check(whole_matrix(scenario, tmp_path), bounds[scenario.mixed_precision])
 

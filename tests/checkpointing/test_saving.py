@@ -32,7 +32,7 @@ SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
           for other in [("single", 1), ("deepspeed_zero3", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 2)]),
     ],
 )  # fmt: skip
-def test_saved_behind_the_training_is_what_is_saved_in_front_of_it(
+def test_a_background_save_writes_what_a_synchronous_one_writes(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
     """Every checkpoint, bit for bit, though the training goes on while it is written; and then one is resumed."""
@@ -52,7 +52,7 @@ def test_saved_behind_the_training_is_what_is_saved_in_front_of_it(
     assert_equal_runs(front, behind, STEPS)
 
 
-def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
     """Nothing is written until two more steps are done: a save in front would wait for ever, one without a copy be of later weights."""
     front, behind = tmp_path / "front", tmp_path / "behind"
     arguments = [*tiny, "checkpoint.every=2", "training.log_every=1", "checkpoint.keep_last=null", "training.eval_every=null"]  # fmt: skip
@@ -85,7 +85,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tiny: list[str], tmp
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_what_was_said_to_be_saved_is_there_after_a_kill(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
+def test_a_reported_save_exists_after_a_kill(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
     """Killed at the moment the line appears."""
     run = tmp_path / "run"
     arguments = [*tiny, *BEHIND, "training.max_steps=200", "training.eval_every=null", f"output_dir={run}"]
@@ -100,7 +100,7 @@ def test_what_was_said_to_be_saved_is_there_after_a_kill(num_processes: int, tin
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_save_that_fails_behind_the_training_ends_the_run_on_all_processes(
+def test_a_failed_background_save_ends_the_run_on_all_processes(
     victim: int, tiny: list[str], tmp_path: Path
 ) -> None:
     """Long before the next checkpoint is due, with the error of the disk, on all of them."""
@@ -142,7 +142,7 @@ def test_a_stop_waits_for_the_checkpoint_that_it_asks_for(tiny: list[str], tmp_p
     assert Path(summary["last_checkpoint"]).name == f"step-{summary['step']:08d}"
 
 
-def test_slow_saves_are_told(tiny: list[str], tmp_path: Path) -> None:
+def test_slow_saves_are_reported(tiny: list[str], tmp_path: Path) -> None:
     """Against the launcher's patience, and against the time between two saves."""
 
     def started(environment: dict[str, str]) -> str:

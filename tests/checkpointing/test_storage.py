@@ -136,7 +136,7 @@ def fill_levels(recipe: Path, folder: Path, levels: range = LEVELS) -> str:
 
 
 @pytest.mark.slow
-def test_at_every_fill_level_the_checkpoint_before_is_whole_and_used(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_at_every_fill_level_the_previous_checkpoint_is_intact_and_used(tiny_recipe: Path, tmp_path: Path) -> None:
     print(f"{len(LEVELS)} fill levels of {fill_levels(tiny_recipe, tmp_path)}")
 
 

@@ -82,7 +82,7 @@ def test_a_converted_folder_is_the_exported_one_and_nothing_near_it_is_touched(
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_a_file_of_all_tensors_is_there_whole_or_not_at_all(
+def test_a_file_of_all_tensors_is_complete_or_absent(
     full: bool,
     runs: dict[str, Path],
     tmp_path: Path,

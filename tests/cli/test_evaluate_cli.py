@@ -272,7 +272,7 @@ def test_only_what_the_run_held_out_is_scored_as_that(
     assert "must record which text the run was trained on" in evaluate([changed], expect=5).errors[0]
 
 
-def test_a_model_that_its_run_has_left_behind_is_not_taken_for_the_runs(
+def test_an_outdated_export_is_not_taken_for_the_runs_model(
     run_from_a_folder: Path, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -675,7 +675,7 @@ def test_what_is_odd_is_one_line(name: str, odd: Path, chat_run: Path, text_run:
 
 
 @pytest.mark.parametrize("verb", ["evaluate m", "parity", "scaling", "bench-comm", "doctor"])
-def test_overrides_stand_anywhere_among_the_options(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_may_be_anywhere_among_the_options(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from acc_lm import cli
 
     name, *model = verb.split()

@@ -126,7 +126,7 @@ def test_the_status_decides_as_it_does_under_slurm(status: str, tiny_recipe: Pat
     assert f"attempt 1 ended after step 2: {status} (plan 1)" in finished.output
 
 
-def test_killed_without_a_word_it_goes_on_until_it_has_ended(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_killed_silently_it_is_restarted_until_it_has_ended(tiny_recipe: Path, tmp_path: Path) -> None:
     steps = [["killed", 0, 2], ["worker_lost", 7, 4], ["killed", 0, 6], ["preempted", 75, 7], FINISHED]
     plan = Plan(tmp_path, tiny_recipe, steps)
     finished = plan.finish()
@@ -134,7 +134,7 @@ def test_killed_without_a_word_it_goes_on_until_it_has_ended(tiny_recipe: Path, 
     assert "attempt 3 ended after step 6: killed (it left no word); starting again in 0 s" in finished.output
 
 
-def test_an_attempt_that_finds_the_run_complete_or_the_folder_somebody_elses_is_the_last(
+def test_an_attempt_that_finds_the_run_complete_or_the_folder_in_use_is_the_last(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
     plan = Plan(tmp_path, tiny_recipe, [])
@@ -205,7 +205,7 @@ def test_what_is_killed_before_it_became_a_run_leaves_the_summary_alone(tiny_rec
 
 
 @pytest.mark.parametrize("begins", ["before", "meanwhile"])
-def test_beside_a_living_run_it_leaves_at_once(begins: str, tiny_recipe: Path, tmp_path: Path) -> None:
+def test_while_another_run_lives_it_exits_at_once(begins: str, tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["refused", 1, 0], FINISHED])
     plan.run.mkdir()
     (plan.run / "summary.json").write_text(COMPLETED)
@@ -277,7 +277,7 @@ def test_a_signal_that_comes_before_there_is_anybody_is_not_lost(tiny_recipe: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
-def test_what_a_dead_launcher_left_behind_ends_before_the_next_attempt_starts(
+def test_orphans_of_a_dead_launcher_end_before_the_next_attempt_starts(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "orphan").touch()
@@ -289,7 +289,7 @@ def test_what_a_dead_launcher_left_behind_ends_before_the_next_attempt_starts(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
-def test_what_a_dead_launcher_left_behind_is_not_waited_for_without_end(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_orphans_of_a_dead_launcher_are_not_waited_for_forever(tiny_recipe: Path, tmp_path: Path) -> None:
     """As long as the processes of the run would wait for each other, and then it is killed."""
     plan = Plan(tmp_path, tiny_recipe, [["hangs", 0, 2], ["hangs", 0, 4]])
     plan.command.append("distributed.timeout_seconds=1")
@@ -299,7 +299,7 @@ def test_what_a_dead_launcher_left_behind_is_not_waited_for_without_end(tiny_rec
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
-def test_when_it_is_killed_itself_nobody_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_when_it_is_killed_itself_no_process_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2]])
     launch = plan.start()
     wait_for(tmp_path / "run/checkpoints/step-00000002/manifest.json")

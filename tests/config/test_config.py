@@ -27,7 +27,7 @@ def problems(*overrides: str, file: Path = QUICKSTART) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_the_command_line_wins_over_the_file_and_the_last_word_over_the_first() -> None:
+def test_the_command_line_wins_over_the_file_and_its_last_value_over_its_first() -> None:
     config = load_config(
         QUICKSTART, ["optimizer.learning_rate=1e-4", "training.max_steps=200", "training.max_steps=250"]
     )
@@ -156,7 +156,7 @@ def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_pa
         assert [key for key, _ in model_config_problems({"model_type": model_type, field: 1})] == [field]
 
 
-def test_what_a_command_makes_necessary_is_asked_of_the_command() -> None:
+def test_keys_that_a_command_requires_are_requested_from_it() -> None:
     """The recipe was right before."""
     assert problems("data.source=files")[0].startswith("command line: data.files must name at least one file")
     assert problems("optimizer.learning_rate=1e-5")[0].startswith(f"{QUICKSTART}:"), "the line that no longer fits"
@@ -226,7 +226,7 @@ def test_options_with_dashes_are_answered() -> None:
         assert says in str(caught.value)
 
 
-def test_a_dry_run_is_asked_for_beside_the_recipe() -> None:
+def test_a_dry_run_is_requested_outside_of_the_recipe() -> None:
     """It may stand anywhere, and it is no part of the recipe: the same run follows it."""
     for arguments, mode in (
         ([], Mode.TRAIN),
@@ -280,7 +280,7 @@ def test_schema_and_reference_are_fresh() -> None:
     assert schema["$defs"]["TrainingConfig"]["properties"]["global_batch_size"]["description"]
 
 
-def test_what_is_learned_is_told_from_how_it_is_run() -> None:
+def test_learned_keys_are_distinguished_from_the_others() -> None:
     base = load_config(QUICKSTART).model_dump(mode="json")
 
     def changes(*overrides: str) -> dict[str, tuple[object, object]]:

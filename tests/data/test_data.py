@@ -72,7 +72,7 @@ def documents_of(data: Data, rows: Rows) -> list[str]:
     return documents
 
 
-def test_every_document_comes_back_whole_on_one_side(text_file: Path, words: list[str]) -> None:
+def test_every_document_is_complete_and_on_one_side(text_file: Path, words: list[str]) -> None:
     data = data_of(text_file, eval_fraction=0.2)
     train, held_out = documents_of(data, data.train), documents_of(data, data.evaluation)
     assert sorted(train + held_out) == sorted(words)
@@ -187,7 +187,7 @@ def test_every_copy_of_a_lone_document_is_cut() -> None:
     assert (len(tail.encode()), counts["as_in_rows_1"]) == (57, False), "by bytes, where characters would be too many"
 
 
-def test_conversations_of_which_no_whole_one_can_be_held_out_are_refused() -> None:
+def test_conversations_too_few_to_hold_one_out_are_refused() -> None:
     texts = [f"{number}" * 100 for number in range(5)]
     with pytest.raises(
         DataError, match=r"data.eval_fraction must be at least 0.1 to hold out a whole one.*, got 0.09;"
@@ -470,7 +470,7 @@ def test_a_long_document_has_one_beginning_for_a_tokenizer_that_marks_it(tmp_pat
 
 
 @pytest.mark.parametrize("how", ["rows", "streaming", "evaluation set", "conversations"])
-def test_ids_above_16_bits_are_kept_whole_in_a_vocabulary_with_holes(how: str, tmp_path: Path) -> None:
+def test_ids_above_16_bits_are_kept_in_a_vocabulary_with_holes(how: str, tmp_path: Path) -> None:
     assert [id_dtype(size) for size in (65536, 65537)] == [np.uint16, np.uint32]
     tokenizer = prefixing_tokenizer(_red=70_000, _green=70_001, _blue=2, red=5)
     length = 16 if how == "conversations" else 4
@@ -749,7 +749,7 @@ def test_both_splits_keep_documents_apart_when_asked(tmp_path: Path) -> None:
         assert batch["document_ids"].max() > 0
 
 
-def test_behind_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not whatever the memory held: it may be no id at all."""
     monkeypatch.setattr("acc_lm.rows.text_rows.np.empty", lambda shape, dtype: np.full(shape, 10**9, dtype))
     rows = Rows(np.arange(1, 11, dtype=np.uint16), 4)
@@ -759,7 +759,7 @@ def test_behind_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", ["text", "documents apart", "stream", "mixture"])
-def test_every_tensor_of_a_batch_has_memory_of_its_own(kind: str, text_file: Path) -> None:
+def test_every_tensor_of_a_batch_has_its_own_memory(kind: str, text_file: Path) -> None:
     """A part of a larger tensor would be copied to a GPU through memory that is not pinned, and the host would wait."""
     end = 0 if kind == "documents apart" else None
     rows: Any = Rows(np.arange(1, 15, dtype=np.uint16), 4, end=end)  # the last row is short

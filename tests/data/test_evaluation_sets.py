@@ -84,7 +84,7 @@ def test_a_set_has_the_value_that_it_has_alone(
     assert len({found["eval/loss"], *(found[f"eval/{name}/loss"] for name in files)}) == 3
 
 
-def test_sets_stand_wherever_the_held_out_loss_stands(tiny: list[str], files: dict[str, Path], tmp_path: Path) -> None:
+def test_sets_are_reported_wherever_the_held_out_loss_is(tiny: list[str], files: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = run_training([*tiny, named(files), "tracking.report_to=[tensorboard]"])
     plain = tmp_path / "plain"

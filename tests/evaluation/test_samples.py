@@ -118,7 +118,7 @@ def test_no_step_is_another_for_the_samples(num_processes: int, tiny: list[str],
     assert not (tmp_path / "without" / SAMPLES).exists()
 
 
-def test_each_stands_there_once_whatever_interrupts(tiny: list[str], tmp_path: Path) -> None:
+def test_each_sample_is_written_once_whatever_interrupts(tiny: list[str], tmp_path: Path) -> None:
     """Stopped where an evaluation is due, killed between its samples and its line, and again before the next checkpoint."""
     arguments = [*tiny, *ASKED, "training.eval_every=1", "checkpoint.every=3", "checkpoint.keep_best=0"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])

@@ -83,7 +83,7 @@ def test_who_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, t
     assert len(lines) == 3
 
 
-def test_when_the_time_is_up_nobody_starts_and_no_round_begins_and_what_there_is_counts(
+def test_when_the_time_is_up_nothing_starts_and_the_finished_rounds_count(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = {"tuned": lambda: contenders.bare(job)}
@@ -175,7 +175,7 @@ def test_a_ratio_is_of_medians_with_an_interval_over_rounds() -> None:
     assert (row["median"], row["ratio"], row["met"]) == (1.0, None, False)
 
 
-def test_the_page_shows_the_newest_whole_run_and_a_void_one_only_alone(tmp_path: Path) -> None:
+def test_the_page_shows_the_newest_complete_run_and_a_void_one_only_alone(tmp_path: Path) -> None:
     def put(commit: str, **values: Any) -> None:
         result = {
             "kind": "cpu",
@@ -200,7 +200,7 @@ def test_the_page_shows_the_newest_whole_run_and_a_void_one_only_alone(tmp_path:
 
 
 @pytest.mark.parametrize("void_again", [False, True])
-def test_a_race_whose_control_failed_is_run_again_beside_the_others(void_again: bool, tmp_path: Path) -> None:
+def test_a_race_whose_control_failed_is_repeated_with_all_contenders(void_again: bool, tmp_path: Path) -> None:
     def row(id: str, median: float) -> dict[str, Any]:
         return {"id": id, "median": median}
 

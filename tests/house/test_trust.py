@@ -100,7 +100,7 @@ def test_what_is_planted_in_a_checkpoint_never_runs(run: Path, tiny: list[str], 
     assert not payload.file.exists()
 
 
-def test_a_checkpoint_whose_tensors_are_pickled_is_passed_over_by_name(
+def test_a_checkpoint_with_pickled_tensors_is_skipped_and_named(
     run: Path, tiny: list[str], payload: Payload
 ) -> None:
     folder = run / "checkpoints/step-00000004"
@@ -197,7 +197,7 @@ UNTRUSTED: dict[Callable[[Path, Payload], None], tuple[int, str]] = {
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["stdin closed", "at a terminal"])
 @pytest.mark.parametrize("change", UNTRUSTED, ids=lambda change: change.__name__)
-def test_no_code_of_a_model_folder_runs_and_nobody_is_asked(
+def test_no_code_of_a_model_folder_runs_and_nothing_is_prompted(
     change: Callable[[Path, Payload], None],
     terminal: bool,
     finished_run: Path,
@@ -545,7 +545,7 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
     assert [name for name, content in contents(tmp_path).items() if CANARY.encode() in content] == []
 
 
-def test_an_error_that_holds_a_secret_is_told_without_it(
+def test_an_error_that_holds_a_secret_is_printed_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from acc_lm.run_files.summary import write_failure

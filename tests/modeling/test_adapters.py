@@ -137,7 +137,7 @@ def test_an_adapter_that_is_not_averaged_is_seen(bases: Bases, curves: dict[str,
 @pytest.mark.parametrize(
     "reader", [pytest.param(engine, marks=[pytest.mark.slow] if "zero3" in engine else []) for engine in ENGINES]
 )
-def test_a_run_goes_on_where_any_engine_left_it(
+def test_a_run_resumes_from_any_engines_checkpoint(
     reader: str, bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
 ) -> None:
     """From a checkpoint of the same engine bit for bit, from another's to rounding; with an adapter or frozen weights."""
@@ -344,7 +344,7 @@ def test_a_base_in_4_bits_learns_the_same_on_one_process_and_on_several(
 
 
 @IN_4_BITS
-def test_a_run_beside_4_bits_is_resumed_exported_and_merged(recipe: list[str], tmp_path: Path) -> None:
+def test_a_run_on_a_4_bit_base_is_resumed_exported_and_merged(recipe: list[str], tmp_path: Path) -> None:
     whole, stopped, four_bits = tmp_path / "whole", tmp_path / "stopped", [*recipe, "adapter.quantize_base=nf4"]
     run_training([*four_bits, f"output_dir={whole}"])
     shutil.copytree(whole, stopped)
@@ -386,7 +386,7 @@ def build(bases: Bases, adapter: AdapterConfig, model: str = "llama", **fields: 
     return build_model(config, AutoTokenizer.from_pretrained(bases[model]), LENGTH, 3, adapter)
 
 
-def test_the_recipes_words_reach_peft(bases: Bases) -> None:
+def test_the_recipes_settings_reach_peft(bases: Bases) -> None:
     section = AdapterConfig(
         kind="lora", rank=2, alpha=3.0, dropout=0.25, target_modules=("q_proj", "layers.0.mlp.up_proj"), use_dora=True, use_rslora=True
     )  # fmt: skip
@@ -543,7 +543,7 @@ def test_frozen_weights_that_would_come_out_rounded_are_refused(recipe: list[str
     (["adapter.rank=8", "checkpoint.allow_changed_recipe=true"], "adapter.rank was 4, is 8"),
     (["adapter.kind=none"], "adapter.kind was 'lora', is 'none'"),
 ])  # fmt: skip
-def test_another_adapter_does_not_go_on(
+def test_another_adapter_does_not_resume(
     overrides: list[str], says: str, finished: tuple[Path, str], recipe: list[str]
 ) -> None:
     refused = run_training([*recipe, *overrides, f"output_dir={finished[0]}"], expect=5)
@@ -561,7 +561,7 @@ def moved(finished: tuple[Path, str], bases: Bases, tmp_path: Path) -> tuple[Pat
     return run, base
 
 
-def test_an_adapter_for_another_base_does_not_go_on(bases: Bases, recipe: list[str], tmp_path: Path) -> None:
+def test_an_adapter_for_another_base_does_not_resume(bases: Bases, recipe: list[str], tmp_path: Path) -> None:
     """On an engine where only one process ever sees the base."""
     environment, count = launcher_environment(ROOT / "accelerate_configs/fsdp2.yaml", 2), 2
     base = Path(shutil.copytree(bases["llama"], tmp_path / "base"))

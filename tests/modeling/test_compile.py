@@ -147,7 +147,7 @@ def test_ddp_meets_batches_of_one_size_so_that_nothing_is_compiled_twice(
 @pytest.mark.parametrize(
     ("config", "num_processes", "what"), [("single", 1, WHOLE), ("ddp", 2, REGIONAL), ("fsdp2", 2, REGIONAL)]
 )
-def test_killed_it_goes_on_and_ends_as_if_it_had_not_been(
+def test_killed_it_resumes_and_ends_as_if_uninterrupted(
     config: str, num_processes: int, what: str, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     """kill -9 of every process, with dropout, compiled for good; the model that comes out has the names of an eager one."""

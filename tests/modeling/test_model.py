@@ -166,7 +166,7 @@ def test_attention_stays_causal_without_a_mask_when_compiled(name: str) -> None:
     assert torch.allclose(got, expected, rtol=1e-6)
 
 
-def test_logits_of_a_whole_batch_never_exist_in_training() -> None:
+def test_logits_of_a_full_batch_never_exist_in_training() -> None:
     from test_losses import LargestTensor
 
     from acc_lm.modeling.losses import CHUNK_POSITIONS
@@ -347,7 +347,7 @@ def test_the_check_on_the_meta_device_really_runs_the_model(model_type: str, mon
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_padding_behind_a_short_row_changes_nothing(name: str) -> None:
+def test_padding_after_a_short_row_changes_nothing(name: str) -> None:
     model = make_model(name, "float64").eval()
     ids = torch.randint(1, 64, (1, 6), generator=torch.Generator().manual_seed(2))
     alone = model(ids[:, :5], ids[:, 1:])

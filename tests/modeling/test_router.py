@@ -155,7 +155,7 @@ def test_even_routing_costs_the_number_of_choices() -> None:
     assert float(balance(choices, probabilities, 1)) == pytest.approx(1.0)
 
 
-def test_models_without_one_and_models_told_to_have_none() -> None:
+def test_models_without_a_router_loss_and_models_with_it_switched_off() -> None:
     assert build("llama")[1].router is None
     assert build("deepseek_v3", config={"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "qk_nope_head_dim": 8,
                                         "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "moe_intermediate_size": 16,
@@ -165,7 +165,7 @@ def test_models_without_one_and_models_told_to_have_none() -> None:
     assert build("mixtral", router_loss="per_micro_batch")[1].router == Router(4, 2, 0.5, is_exact=False)
 
 
-def test_routers_of_which_nothing_is_heard_are_no_model_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_routers_report_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that torch compiled can leave transformers deaf to what it is asked to record."""
     from transformers.utils.output_capturing import _active_collector
 

@@ -324,7 +324,7 @@ def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tin
         assert row["seconds_per_step"] < 0.6, rows
 
 
-def test_a_save_beside_the_steps_holds_nobody_up(tiny: list[str], tmp_path: Path) -> None:
+def test_a_background_save_holds_no_process_up(tiny: list[str], tmp_path: Path) -> None:
     """Process 1 has a thread that waits a second for process 0 to write, while both compute and log."""
 
     def slow_save(rank: int) -> None:
@@ -339,7 +339,7 @@ def test_a_save_beside_the_steps_holds_nobody_up(tiny: list[str], tmp_path: Path
     assert last["seconds_waiting"] < 0.08, "a second of one of two processes in three steps"
 
 
-def test_a_gpu_stands_still_when_the_stream_that_computes_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_idle_when_its_compute_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of made-up streams: those of engines, on which they send, may wait for each other as long as they like."""
     waits: list[str] = []
     stood: list[str] = []
@@ -409,7 +409,7 @@ def test_mfu_is_of_all_processes(config: str, tiny: list[str], tmp_path: Path) -
         assert not any("mfu" in name for row in logged(tmp_path / "unknown") for name in row)
 
 
-def test_a_run_that_goes_on_looks_at_what_is_left(tiny: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_profiles_the_remaining_steps(tiny: list[str], tmp_path: Path) -> None:
     def stop(rank: int) -> None:
         wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), signal.SIGTERM), 4)
 

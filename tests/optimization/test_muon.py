@@ -92,7 +92,7 @@ def test_a_step_is_the_one_of_the_paper() -> None:
             assert (half - expected[lower]).norm() > 0.1 * moved
 
 
-def test_it_is_torchs_muon_beside_torchs_adamw_bit_for_bit() -> None:
+def test_it_equals_torchs_muon_and_torchs_adamw_bit_for_bit() -> None:
     ours, theirs = make_matrices(), make_matrices()
     our_others, their_others = ([torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(7, 3))] for _ in "ab")
     optimizer = make_muon(ours, our_others)
@@ -113,7 +113,7 @@ def test_it_is_torchs_muon_beside_torchs_adamw_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("num_processes", "mesh"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.slow)])
-def test_a_matrix_in_parts_makes_the_step_of_the_whole_bit_for_bit(num_processes: int, mesh: tuple[int, ...]) -> None:
+def test_a_sharded_matrix_takes_the_step_of_the_full_one_bit_for_bit(num_processes: int, mesh: tuple[int, ...]) -> None:
     """The control: torch's own Muon on the same parts, and each part made orthogonal by itself."""
 
     def run() -> list[tuple[float, float | None, float]]:
@@ -261,7 +261,7 @@ def test_parts_that_are_made_orthogonal_by_themselves_are_seen(monkeypatch: pyte
 @pytest.mark.parametrize(
     "names", [("single", "fsdp2"), pytest.param(("single", "ddp", "fsdp2", "hsdp"), marks=pytest.mark.slow)]
 )
-def test_one_engine_goes_on_from_another_and_from_itself_bit_for_bit(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_engine_resumes_from_another_and_from_itself_bit_for_bit(names: tuple[str, ...], tmp_path: Path) -> None:
     engines = {name: (name, {"single": 1, "hsdp": 4}.get(name, 2)) for name in names}
     matrix = whole_matrix(SCENARIOS[0], tmp_path, engines)
     for writer, row in matrix.items():
@@ -298,7 +298,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_killed_at_random_it_goes_on_and_ends_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_killed_at_random_it_resumes_and_ends_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
     assert kill_at_random([*with_dropout(tiny_recipe), MUON], tmp_path, kills=2, seed=0).in_save >= 1
 
 

@@ -380,7 +380,7 @@ def test_a_tracker_that_raises_costs_one_warning_and_nothing_else(
 
 
 @pytest.mark.parametrize("method", ["log", "finish"])
-def test_a_tracker_that_hangs_is_left_behind(method: str, tiny: list[str], untracked: Path, tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_is_abandoned(method: str, tiny: list[str], untracked: Path, tmp_path: Path) -> None:
     from accelerate.tracking import TensorBoardTracker
 
     def prepare() -> None:

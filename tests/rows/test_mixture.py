@@ -201,7 +201,7 @@ def test_each_source_is_what_it_would_be_alone(files: dict[str, Path], tmp_path:
     assert data.facts.train_documents + data.facts.eval_documents == 54
 
 
-def test_a_tokenizer_made_here_knows_the_words_of_every_source(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_trained_here_covers_every_source(files: dict[str, Path], tmp_path: Path) -> None:
     data = build(mixture_of(files), tmp_path, kind="bpe", vocab_size=300)
     assert {"Ġxyzzy", "Ġtree"} <= data.tokenizer.get_vocab().keys()
     again = build(mixture_of(files), tmp_path, kind="bpe", vocab_size=300)
@@ -250,7 +250,7 @@ def mixed(tiny: list[str], files: dict[str, Path]) -> list[str]:
     ]
 
 
-def test_a_mixture_is_reported_by_source_and_goes_on_after_a_kill(mixed: list[str], tmp_path: Path) -> None:
+def test_a_mixture_is_reported_by_source_and_resumes_after_a_kill(mixed: list[str], tmp_path: Path) -> None:
     whole = run_training([*mixed, f"output_dir={tmp_path / 'whole'}"])
     assert re.search(
         r"^source +plain: [67]\d\.\d% of the tokens, 0\.\d+ passes over its 164 rows", whole.output, re.MULTILINE
@@ -336,7 +336,7 @@ def test_a_bad_mixture_is_one_line(case: str, tiny: list[str], files: dict[str, 
     assert expected in finished.output
 
 
-def test_a_mixture_beside_another_source_is_refused(tiny: list[str], files: dict[str, Path]) -> None:
+def test_a_mixture_with_another_source_is_refused(tiny: list[str], files: dict[str, Path]) -> None:
     entry = f"[{{files: {files['plain']}, weight: 1}}]"
     finished = run_training([*tiny, f"data.mixture={entry}"], expect=2)
     assert "data.mixture must be empty for source files, got 1; set data.source to mixture" in finished.output

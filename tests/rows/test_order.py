@@ -65,7 +65,7 @@ def test_steps_of_epochs() -> None:
     assert not any(order.completes_epochs(step, None) for step in range(1, 20))
 
 
-def test_with_another_global_batch_the_places_go_on() -> None:
+def test_with_another_global_batch_the_places_continue() -> None:
     before = RowOrder(seed=1, num_rows=25, global_batch_size=8)
     progress = Progress()
     for step in range(1, 5):

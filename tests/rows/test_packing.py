@@ -634,7 +634,7 @@ def test_on_a_gpu_packed_is_alone_too(name: str, compiled: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_no_mask_of_a_whole_row_exists() -> None:
+def test_on_a_gpu_no_mask_of_a_full_row_exists() -> None:
     length = 32_768
 
     def run() -> int:

@@ -112,7 +112,7 @@ def test_a_stream_has_the_rows_that_its_shards_have_on_disk(num_streams: int, sh
     ("shuffle_buffer", "every"),
     [(7, 37), pytest.param(7, 13, marks=pytest.mark.slow), pytest.param(None, 13, marks=pytest.mark.slow)],
 )
-def test_a_stream_goes_on_from_every_state(shuffle_buffer: int | None, every: int, shards: list[Path]) -> None:
+def test_a_stream_resumes_from_every_state(shuffle_buffer: int | None, every: int, shards: list[Path]) -> None:
     config = config_of(shards, streaming=True, num_streams=2, shuffle_buffer=shuffle_buffer)
     count = 700  # more than two passes
     whole = list(islice(stream_of(1, config).rows(START, 0), count))
@@ -126,7 +126,7 @@ def test_a_stream_goes_on_from_every_state(shuffle_buffer: int | None, every: in
             assert after == expected_after
 
 
-def test_going_on_opens_the_current_shard_and_none_before(shards: list[Path]) -> None:
+def test_resuming_opens_the_current_shard_and_none_before(shards: list[Path]) -> None:
     config = config_of(shards, streaming=True, num_streams=2)
     found, opened = open_shards(config), []
 
@@ -210,7 +210,7 @@ def test_a_shard_that_fails_for_a_while_changes_nothing(
     assert capsys.readouterr().err.count(f"warning: {shards[4]} could not be read (the connection was reset)") == 2
 
 
-def test_a_shard_that_goes_on_failing_is_named(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_keeps_failing_is_named(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_reader, "PAUSES", (0.0, 0.0))
     config = config_of(shards, streaming=True, num_streams=2)
     broken = failing(open_shards(config), shard=0, record=3, times=9)
@@ -238,7 +238,7 @@ def test_bad_records_are_counted_in_each_pass_and_across_a_stop(tmp_path: Path) 
 # --- all streams ---------------------------------------------------------------------------------------------------
 
 
-def test_every_process_takes_whole_streams_of_the_same_batch() -> None:
+def test_every_process_takes_complete_streams_of_the_same_batch() -> None:
     order = StreamOrder(0, 0, 24, num_streams=4)
     assert order.rows_at(1).tolist() == [n * 4 + s for s in range(4) for n in range(6)]
     assert (order.rows_at(3) == order.rows_at(1) + 2 * 6 * 4).all()
@@ -340,7 +340,7 @@ def test_one_stream_in_order_is_the_rows_on_disk_in_order(
 
 
 @pytest.mark.parametrize("shuffle_buffer", [pytest.param("null", marks=pytest.mark.slow), "10"])
-def test_a_killed_stream_goes_on_bit_for_bit(shuffle_buffer: str, streamed: list[str], tmp_path: Path) -> None:
+def test_a_killed_stream_resumes_bit_for_bit(shuffle_buffer: str, streamed: list[str], tmp_path: Path) -> None:
     arguments = [*streamed, f"data.shuffle_buffer={shuffle_buffer}"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])
     killed = start_training(arguments, 1, {"ACC_LM_CRASH_AT": "before_manifest@5"}).wait(60)
@@ -368,7 +368,7 @@ def is_reader_of(process: psutil.Process, folder: Path) -> bool:
     "config",
     ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("deepspeed_zero3", marks=pytest.mark.slow)],
 )
-def test_any_number_of_processes_learns_the_same_rows_and_goes_on_for_another(
+def test_any_number_of_processes_learns_the_same_rows_and_resumes_another(
     config: str, streamed: list[str], tmp_path: Path
 ) -> None:
     """Whole on one, whole on two, and six steps on two that one goes on from."""

@@ -172,7 +172,7 @@ def test_a_run_that_changes_hardware_is_the_run_of_one_process(tiny_recipe: Path
     assert worst < 1e-5
 
 
-def test_a_changed_global_batch_goes_on_where_the_rows_are(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_changed_global_batch_continues_at_the_same_row(tiny_recipe: Path, tmp_path: Path) -> None:
     """12 rows a step, then 18, then 12 again on two processes: every row once per epoch, the rates those of the place.
 
     Killed among the steps of 18, it ends bit for bit like the run that was not.

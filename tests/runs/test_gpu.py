@@ -270,7 +270,7 @@ def test_compiled_by_inductor_it_learns_the_same(precision: str, bound: float, r
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_fp8_stays_beside_bf16(recipe: str) -> None:
+def test_fp8_stays_close_to_bf16(recipe: str) -> None:
     pytest.importorskip("torchao")
     if not run_everywhere(lambda: torch.cuda.get_device_capability() >= (8, 9))[0]:
         pytest.skip("needs a GPU with fp8")

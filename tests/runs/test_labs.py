@@ -172,7 +172,7 @@ def test_the_lab_says_what_its_recipes_say() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_whole_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
+def test_the_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
     """Typed word for word, but for the installation, and for what the last section would download."""
     build_extensions_once(needs_nvme=False)
     clone = tmp_path / "clone"

@@ -103,7 +103,7 @@ def check_two_processes(output_dir: Path) -> None:
     assert json.loads((output_dir / "summary.json").read_text())["status"] == "completed"
 
 
-def test_a_notebook_trains_two_processes_and_goes_on_in_the_next_cell(tiny: list[str], tmp_path: Path) -> None:
+def test_a_notebook_trains_two_processes_and_resumes_in_the_next_cell(tiny: list[str], tmp_path: Path) -> None:
     done = run_python(CELLS, tiny, tmp_path)
     assert done.returncode == 0, done.stdout
     check_two_processes(tmp_path / "run")

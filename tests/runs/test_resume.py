@@ -182,7 +182,7 @@ def test_after_the_last_step_there_is_nothing_left_to_do(dropout_recipe: list[st
     assert (summary["status"], summary["attempt"]) == ("completed", 2)
 
 
-def test_a_longer_run_goes_on_and_says_so(tiny: list[str], tmp_path: Path) -> None:
+def test_a_longer_run_resumes_and_reports_it(tiny: list[str], tmp_path: Path) -> None:
     run_training(tiny)
     longer = run_training([*tiny, "training.max_steps=8"])
     assert "resumed from" in longer.output
@@ -364,7 +364,7 @@ def kill_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Ki
     return result
 
 
-def test_killed_at_random_it_always_goes_on_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
+def test_killed_at_random_it_always_resumes_and_ends_the_same(dropout_recipe: list[str], tmp_path: Path) -> None:
     """6 times kill -9, at least 2 of them inside a save; `make chaos` does it a hundred times."""
     result = kill_at_random(dropout_recipe, tmp_path, kills=6, seed=0)
     print(result)

@@ -248,7 +248,7 @@ def check_wire(nodes: Nodes) -> None:
         assert received > 6 * 12_912 * 4
 
 
-def test_no_network_is_left_behind() -> None:
+def test_no_network_is_left_over() -> None:
     """Also after a failure in the middle."""
     names: tuple[str, ...] = ()
     try:

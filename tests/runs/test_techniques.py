@@ -240,7 +240,7 @@ def test_compiled_it_learns_the_same(config: str, regions: dict[str, str], usual
     assert off <= 2e-6
 
 
-def test_fsdp2_compiled_as_a_whole_is_refused(tiny: list[str]) -> None:
+def test_fsdp2_compiled_as_one_graph_is_refused(tiny: list[str]) -> None:
     """Accelerate compiles the model first, and torch then calls none of the hooks that gather its weights."""
     environment = launcher_environment(ROOT / "accelerate_configs/fsdp2.yaml", 2)
     finished = run_training(
@@ -304,7 +304,7 @@ def test_no_collection_during_the_steps_looks_at_what_was_there_before(tiny: lis
 FP8 = replace(SMALL, mixed_precision="fp8")
 
 
-def test_what_fp8_needs_is_asked_for_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_of_fp8_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from acc_lm.runtime.settings import fp8
     from acc_lm.runtime.launch.refusals import checked_precision
 
@@ -376,7 +376,7 @@ def test_a_model_without_a_layer_for_fp8_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("config", "num_processes"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_fp8_trains_beside_bf16(config: str, num_processes: int, usual: dict[str, Curve], tmp_path: Path) -> None:
+def test_fp8_trains_as_bf16_does(config: str, num_processes: int, usual: dict[str, Curve], tmp_path: Path) -> None:
     """With torchao's own emulation, so that the whole path runs without a GPU: prepared, trained, saved, compared."""
     pytest.importorskip("torchao")
 

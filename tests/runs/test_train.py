@@ -184,7 +184,7 @@ def test_dropout_is_announced(tiny: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("load", "threads", "is_said"), [(9.0, 2, True), (9.0, 1, False), (0.5, 2, False)])
-def test_threads_on_a_machine_that_others_use_are_slow_and_that_is_said(
+def test_threads_on_a_busy_machine_are_slow_and_the_run_reports_it(
     load: float, threads: int, is_said: bool, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
@@ -251,7 +251,7 @@ if __name__ == "__main__":
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def test_the_time_left_is_told_once_it_is_known(tiny: list[str]) -> None:
+def test_the_remaining_time_is_shown_once_it_is_known(tiny: list[str]) -> None:
     lines = re.findall(r"^step \d+/.*tokens/s.*$", run_training([*tiny, "training.log_every=1"]).output, re.MULTILINE)
     assert len(lines) > 2
     assert "left" not in lines[0], "the first step takes longer than the others"

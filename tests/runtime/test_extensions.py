@@ -26,7 +26,7 @@ def first_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")
 
 
-def test_a_lock_that_nobody_holds_in_our_folder_is_removed_and_named(
+def test_a_stale_lock_in_our_folder_is_removed_and_named(
     lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(extensions, "extensions_folder", lambda: lock.parent.parent)
@@ -74,7 +74,7 @@ def test_a_build_is_announced_and_its_failure_reaches_the_other_processes(
     assert not list(tmp_path.glob("tmp-*"))
 
 
-def test_each_installation_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_installation_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paths of the sources stand in the build files: shared, each start from another place would build anew."""
     here = extensions.extensions_folder()
     monkeypatch.setattr(extensions.sys, "prefix", "/another/venv")

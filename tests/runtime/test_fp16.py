@@ -88,7 +88,7 @@ def test_losses_are_those_of_fp32_to_the_precision_of_fp16(num_processes: int, t
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_scale_that_is_too_large_is_halved_until_it_fits_without_a_word(
+def test_a_scale_that_is_too_large_is_silently_halved_until_it_fits(
     num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -120,7 +120,7 @@ def test_the_ladder_goes_from_cheap_to_dear() -> None:
     assert [word for word, line in zip(words, said, strict=True) if word not in line] == []
 
 
-def test_cuda_is_ready_before_its_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_ready_before_its_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On AMD nothing else asks for the device before the model is there, and its counters refuse then."""
     from acc_lm.runtime import Memory
 

@@ -63,7 +63,7 @@ def test_a_single_bad_step_is_skipped_counted_and_dumped(
     assert state["num_updates"] == 5, "the bias correction counts updates and not steps"
 
 
-def test_a_resumed_run_goes_on_counting(tiny: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_continues_to_count(tiny: list[str], tmp_path: Path) -> None:
     """All that were skipped, and those in a row: two before the interruption and one after it are three."""
     longer = ["training.max_steps=8", "training.log_every=1"]
     assert train_with_bad_losses(tiny, (3, 5, 6), 1, float("nan")).codes == [0]

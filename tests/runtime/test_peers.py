@@ -94,7 +94,7 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_pa
 
 
 @pytest.mark.slow
-def test_reading_and_writing_a_whole_model_may_take_longer_than_the_timeout(tiny: list[str], tmp_path: Path) -> None:
+def test_reading_and_writing_a_full_model_may_take_longer_than_the_timeout(tiny: list[str], tmp_path: Path) -> None:
     """The main process does it alone, while the others wait for it."""
     places = (
         "acc_lm.checkpointing.format._find",
@@ -333,7 +333,7 @@ def test_an_ordinary_error_on_one_process_keeps_its_traceback(tiny: list[str], t
     assert re.search(r"process 1 died( with exit code 1)?, while process 0 was in step 4", finished.errors[0])
 
 
-def test_through_a_launcher_nobody_is_left(tiny: list[str], tmp_path: Path) -> None:
+def test_through_a_launcher_no_process_is_left(tiny: list[str], tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
         "--main_process_port", "0", str(ROOT / "train.py"), *tiny, *LONG,

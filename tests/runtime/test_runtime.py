@@ -469,7 +469,7 @@ def test_a_port_in_use_is_one_line_with_its_owner(config: str, tiny: list[str], 
     assert "Traceback" not in finished.output
 
 
-def test_a_rendezvous_that_nobody_answers_is_one_line(tiny: list[str]) -> None:
+def test_an_unanswered_rendezvous_is_one_line(tiny: list[str]) -> None:
     port = int(free_port())
     finished = run_training(
         [*tiny, *NOTHING_TO_LOAD, "distributed.timeout_seconds=2"], environment=torchrun_variables(1, 2, port), timeout=60, expect=4
@@ -551,7 +551,7 @@ def test_the_communication_hook_of_the_recipe_is_registered_with_its_arguments(h
     assert norms == other, "compressed or not, both processes must have the same gradients"
 
 
-def test_what_a_hook_means_for_a_run_is_said(tiny: list[str]) -> None:
+def test_the_effect_of_a_hook_on_a_run_is_printed(tiny: list[str]) -> None:
     quick = [*tiny, "training.max_steps=2", "schedule.warmup_steps=1"]
     output = run_training([*quick, "distributed.comm_hook=power_sgd"], 2).output
     assert "power_sgd keeps state that no checkpoint has: a resumed run is not bit-identical" in output
@@ -590,7 +590,7 @@ def test_compiling_through_the_launch_changes_names_nowhere(tiny: list[str], tmp
     assert abs(losses[0] - losses[1]) < 1e-5 * losses[1]
 
 
-def test_a_python_without_docstrings_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_docstrings_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     import acc_lm.runtime.launch.accelerator
     from acc_lm.runtime import quiet_libraries
 

@@ -122,7 +122,7 @@ def test_bench_comm_refuses_what_it_cannot_do_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_launch_that_fails_is_an_error_with_its_words(
+def test_a_launch_that_fails_is_an_error_with_its_message(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from acc_lm.studies import bandwidth

@@ -118,7 +118,7 @@ def test_a_run_that_no_longer_improves_ends_with_its_best_weights(whole: Path) -
     assert f"| {losses[BEST]:.4f} |" in (whole / "final/README.md").read_text()
 
 
-def test_the_same_command_again_changes_nothing_and_more_patience_goes_on(
+def test_the_same_command_again_changes_nothing_and_more_patience_resumes(
     whole: Path, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     import shutil

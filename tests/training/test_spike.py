@@ -87,7 +87,7 @@ def test_killed_after_the_jump_it_comes_to_the_same_end(tiny: list[str], tmp_pat
 
 
 @pytest.mark.parametrize(("action", "code"), [("warn", 0), ("ignore", 0), ("stop", 6)])
-def test_a_jump_is_told_ignored_or_ends_the_run(action: str, code: int, tiny: list[str], tmp_path: Path) -> None:
+def test_a_jump_is_reported_or_ignored_or_ends_the_run(action: str, code: int, tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = train_disturbed([*tiny, *LONG, f"training.on_spike={action}", f"output_dir={run}"])
     assert finished.code == code, finished.output
