@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are forked from this one
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-    "1"  # whoever asks CUDA itself whether there is a GPU cannot fork any more
+    "1"  # a process that asks CUDA itself whether there is a GPU can no longer fork
 )
 os.environ.pop("WANDB_API_KEY", None)
 

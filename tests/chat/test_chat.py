@@ -1,4 +1,4 @@
-"""Which ids are learned: exactly the assistant's, each behind the very ids that generation will see."""
+"""Learned ids: exactly the assistant's, each after the very ids that generation will see."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def runs_of(item: Item) -> list[tuple[int, int]]:
 
 
 def expected_turn(family: Family, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, number: int) -> str:
-    """What the tags in the fixture say that the assistant writes in this turn."""
+    """Text of this turn that the fixture's tags mark as the assistant's."""
     so_far = [list(conversation.messages[: number + 1])]
     tools, names = list(conversation.tools or ()) or None, tokenizer.special_tokens_map
     (text,), (spans,) = render_jinja_template(
@@ -579,7 +579,7 @@ def test_the_clock_of_a_template_is_at_the_day_of_the_run(tmp_path: Path) -> Non
     assert decoded(tokenizer, question_ids("a", tokenizer)[0]).startswith("02 Jan 2019 00:00")
     assert decoded(tokenizer, question_ids("a", tokenizer, "2020-02-03")[0]).startswith("03 Feb 2020 00:00")
     now = str(tokenizer.apply_chat_template(turns("a"), tokenize=False))
-    assert not now.startswith("0") or f"{datetime.now():%Y}" in now, "the library's own clock goes on"
+    assert not now.startswith("0") or f"{datetime.now():%Y}" in now, "the library's own clock keeps running"
 
 
 def test_all_that_a_template_reads_is_in_the_key(tmp_path: Path) -> None:
@@ -911,8 +911,8 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "tools without names": ("messages", {"messages": turns("a", "b"), "tools": [{}]}, "'tools' must be a list of functions with names, got [{}]"),
     "thoughts of the wrong type": ("messages", one(role="assistant", content="a", reasoning_content=["b"]), "messages[0].reasoning_content must be a string, got a list"),
     "a description of the wrong type": ("messages", {"messages": turns("a", "b"), "tools": [{"name": "f", "description": ["c"]}]}, "tools[0] must have a string as its description, got a list"),
-    "a system turn beside plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "system": "be rude"}, "'system' must be empty where prompt and completion are plain text, which has no roles, got 'be rude'"),
-    "tools beside plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "'tools' must be empty where prompt and completion are plain text"),
+    "a system turn with plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "system": "be rude"}, "'system' must be empty where prompt and completion are plain text, which has no roles, got 'be rude'"),
+    "tools with plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "'tools' must be empty where prompt and completion are plain text"),
     "two system turns": ("prompt_completion", {"prompt": turns("a", system="s"), "completion": turns("a", "b")[1:], "system": "t"}, "prompt + completion[1] must be user after system, got system"),
     "a weight of its own": ("messages", one(role="user", content="a", weight=0), "messages[0] must be learned or not by data.train_on"),
     "an empty instruction": ("alpaca", {"instruction": " ", "output": "a"}, "instruction must hold text, got an empty string"),

@@ -115,7 +115,7 @@ def test_targets_are_the_answers_alone(files: dict[str, Path], tiny: list[str], 
     """Read back from what the run trains on: decoded, they are the answers of the file and their ends, each once."""
     config = load_config(Path(tiny[1]), arguments([], files["messages"], tmp_path / "run"))
     data = build_data(config.data, config.tokenizer, None, config.seed, 6)
-    told = []
+    learned = []
     for rows in (data.train, data.evaluation):
         for row in range(len(rows)):
             batch = rows[row]
@@ -125,16 +125,16 @@ def test_targets_are_the_answers_alone(files: dict[str, Path], tiny: list[str], 
                 if target != -100:
                     run.append(target)
                 elif run:
-                    told.append(data.tokenizer.decode(run))
+                    learned.append(data.tokenizer.decode(run))
                     run = []
     end = data.tokenizer.eos_token
-    assert sorted(told) == sorted(f"{answer}{end}" for _, answer in exchanges())
+    assert sorted(learned) == sorted(f"{answer}{end}" for _, answer in exchanges())
 
 
 def test_packed_and_padded_rows_have_the_same_held_out_loss(
     files: dict[str, Path], tiny: list[str], tmp_path: Path
 ) -> None:
-    """Of weights that were never trained: the rows differ, what is learned of them does not."""
+    """Loss of weights that were never trained: the rows differ, the learned tokens do not."""
     losses = {}
     for packing in ("true", "false"):
         run = tmp_path / packing
@@ -160,7 +160,7 @@ def test_the_date_is_the_recipes_else_the_runs_else_todays(tiny: list[str], tmp_
     accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
     run = tmp_path / "run"
     config = load_config(Path(tiny[1]), [f"output_dir={run}"])
-    told, first = (resuming.with_day(config, day) for day in ("2020-02-03", "2019-01-02"))
+    of_recipe, of_first = (resuming.with_day(config, day) for day in ("2020-02-03", "2019-01-02"))
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
     tokenizer.init_kwargs[DAY] = "2018-01-02"
 
@@ -170,23 +170,23 @@ def test_the_date_is_the_recipes_else_the_runs_else_todays(tiny: list[str], tmp_
     assert day(config) == str(datetime.now().date())
     assert day(config, Found(None), tokenizer) == "2018-01-02"
     run.mkdir()
-    (run / "config.yaml").write_text(dump_config(first))  # of a start that came to no checkpoint
+    (run / "config.yaml").write_text(dump_config(of_first))  # of a start that came to no checkpoint
     assert day(config) == "2019-01-02"
     assert day(load_config(Path(tiny[1]), [f"output_dir={run}", "seed=8"])) == str(datetime.now().date()), (
         "another recipe"
     )
     state = {
-        "recipe": told.model_dump(mode="json"),
+        "recipe": of_recipe.model_dump(mode="json"),
         "mixed_precision": "no",
         "num_processes": 1,
         "threads": torch.get_num_threads(),
     }
     found = Found(Checkpoint(run, state))
     assert day(config, found) == "2020-02-03"
-    assert day(first, found) == "2019-01-02"
+    assert day(of_first, found) == "2019-01-02"
     assert resuming.check_same_recipe(found.checkpoint, config, "no", 1) == []  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"data\.chat_template_date was '2020-02-03', is '2019-01-02'"):
-        resuming.check_same_recipe(found.checkpoint, first, "no", 1)  # type: ignore[arg-type]
+        resuming.check_same_recipe(found.checkpoint, of_first, "no", 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -393,7 +393,7 @@ def try_case(case: Case, tiny: list[str], base: Path, folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def base(tiny_recipe: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose final/ is a model to put adapters beside."""
+    """A run whose final/ is a base model for adapters."""
     run = tmp_path_factory.mktemp("base") / "run"
     run_training(arguments(["--config", str(tiny_recipe)], files["messages"], run))
     return run

@@ -1,4 +1,4 @@
-"""A checkpoint exists whole or not at all; what is damaged is named and passed over; what belongs elsewhere is refused."""
+"""A checkpoint is complete or absent; a damaged one is named and skipped; one of another run is refused."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_manifest_that_leaves_a_part_out_is_refused(tiny: list[str], tmp_path:
     manifest = json.loads((newest(tmp_path / "run") / MANIFEST).read_text())
     del manifest["files"]["tensors-00001-of-00002.safetensors"]
     (newest(tmp_path / "run") / MANIFEST).write_text(json.dumps(manifest))
-    assert "was passed over: manifest.json lists ['state.json', 'tensors-00000-of-00002" in run_training(tiny).output
+    assert "was skipped: manifest.json lists ['state.json', 'tensors-00000-of-00002" in run_training(tiny).output
 
 
 def pieces_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -298,7 +298,7 @@ def test_a_path_typed_again_resumes_the_run_that_it_started(run: Path, tiny: lis
 
 
 def test_a_rewound_run_leaves_its_old_course_aside(run: Path, tiny: list[str]) -> None:
-    """With its record, and with a file that somebody has put into final/."""
+    """Removed with its record, and with a file that a user has put into final/."""
     record = (run / "metrics.jsonl").read_text()
     (run / "final/thesis.txt").write_text("the only copy")
     finished = run_training([*tiny, f"checkpoint.resume={run}/checkpoints/step-00000002"])

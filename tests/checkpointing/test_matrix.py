@@ -57,7 +57,7 @@ def check(matrix: dict[str, dict[str, tuple[float, bool]]], bound: float, engine
     for writer, row in matrix.items():
         for reader, (difference, same) in row.items():
             assert difference <= bound, (writer, reader)
-            assert same or writer != reader, f"{writer} goes on as it would have, bit for bit"
+            assert same or writer != reader, f"{writer} continues as if uninterrupted, bit for bit"
 
 
 def test_one_engine_of_each_kind_resumes_from_any_other(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saving behind the training: the same checkpoints, said only when they exist, one at a time, and errors that are not lost."""
+"""Background saves: the same checkpoints, reported only when they exist, one at a time, without losing errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_stop import wrap
 from acc_lm.checkpointing.format import problem_with
 from acc_lm.run_files.metrics_file import read
 
-BEHIND = ["checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=null", "training.micro_batch_size=2"]  # fmt: skip
+IN_BACKGROUND = ["checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=null", "training.micro_batch_size=2"]  # fmt: skip
 STEPS = 6
 SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
 
@@ -35,26 +35,26 @@ SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
 def test_a_background_save_writes_what_a_synchronous_one_writes(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Every checkpoint, bit for bit, though the training goes on while it is written; and then one is resumed."""
+    """Every checkpoint, bit for bit, although training continues while it is written; then one is resumed."""
     environment = {}
     if config != "single":
         environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
-    common = [*tiny, *BEHIND, "training.micro_batch_size=1"]
-    front, behind = tmp_path / "front", tmp_path / "behind"
-    run_training([*common, "checkpoint.asynchronous=false", f"output_dir={front}"], num_processes, environment)
-    finished = run_training([*common, f"output_dir={behind}"], num_processes, environment)
-    assert json.loads((behind / "environment.json").read_text())["strategy"] == STRATEGY[config][0]
+    common = [*tiny, *IN_BACKGROUND, "training.micro_batch_size=1"]
+    synchronous, background = tmp_path / "synchronous", tmp_path / "background"
+    run_training([*common, "checkpoint.asynchronous=false", f"output_dir={synchronous}"], num_processes, environment)
+    finished = run_training([*common, f"output_dir={background}"], num_processes, environment)
+    assert json.loads((background / "environment.json").read_text())["strategy"] == STRATEGY[config][0]
     for step in range(1, STEPS + 1):
-        assert_equal_runs(front, behind, step)
+        assert_equal_runs(synchronous, background, step)
     assert len(SAVED.findall(finished.output)) == STEPS
-    (behind / "checkpoints/step-00000006").rename(behind / "moved")
-    assert "resumed from" in run_training([*common, f"output_dir={behind}"], num_processes, environment).output
-    assert_equal_runs(front, behind, STEPS)
+    (background / "checkpoints/step-00000006").rename(background / "moved")
+    assert "resumed from" in run_training([*common, f"output_dir={background}"], num_processes, environment).output
+    assert_equal_runs(synchronous, background, STEPS)
 
 
 def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
-    """Nothing is written until two more steps are done: a save in front would wait for ever, one without a copy be of later weights."""
-    front, behind = tmp_path / "front", tmp_path / "behind"
+    """Nothing is written until two more steps are done: a synchronous save would wait forever, one without a copy would hold later weights."""
+    synchronous, background = tmp_path / "synchronous", tmp_path / "background"
     arguments = [*tiny, "checkpoint.every=2", "training.log_every=1", "checkpoint.keep_last=null", "training.eval_every=null"]  # fmt: skip
 
     def function() -> int:
@@ -65,13 +65,13 @@ def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_p
 
         def late(accelerator: Any, work: Path, snapshot: Any) -> Any:
             end = time.monotonic() + 20
-            while work.name.endswith("2") and '"step": 4' not in (behind / "metrics.jsonl").read_text():
+            while work.name.endswith("2") and '"step": 4' not in (background / "metrics.jsonl").read_text():
                 assert time.monotonic() < end, "the training waits"
                 time.sleep(0.01)
             return write(accelerator, work, snapshot)
 
         writing._write_mine = late
-        return train.main([*arguments, "checkpoint.asynchronous=true", f"output_dir={behind}"])
+        return train.main([*arguments, "checkpoint.asynchronous=true", f"output_dir={background}"])
 
     finished = Launch(function).wait()
     assert finished.code == 0, finished.output
@@ -80,15 +80,15 @@ def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_p
     assert any(line.startswith("step 4/") for line in shown[:first]), "said when it exists and not before"
     names = [Path(name).name for name in SAVED.findall(finished.output)]
     assert names == ["step-00000002", "step-00000004", "step-00000006"], "one after the other, each once"
-    run_training([*arguments, f"output_dir={front}"])
-    assert different(tensors_of(front, 2), tensors_of(behind, 2)) == []
+    run_training([*arguments, f"output_dir={synchronous}"])
+    assert different(tensors_of(synchronous, 2), tensors_of(background, 2)) == []
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_reported_save_exists_after_a_kill(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
     """Killed at the moment the line appears."""
     run = tmp_path / "run"
-    arguments = [*tiny, *BEHIND, "training.max_steps=200", "training.eval_every=null", f"output_dir={run}"]
+    arguments = [*tiny, *IN_BACKGROUND, "training.max_steps=200", "training.eval_every=null", f"output_dir={run}"]
     launch = start_training(arguments, num_processes)
     end = time.monotonic() + 60
     while len(SAVED.findall(launch.outputs()[0])) < 3:
@@ -100,9 +100,7 @@ def test_a_reported_save_exists_after_a_kill(num_processes: int, tiny: list[str]
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_failed_background_save_ends_the_run_on_all_processes(
-    victim: int, tiny: list[str], tmp_path: Path
-) -> None:
+def test_a_failed_background_save_ends_the_run_on_all_processes(victim: int, tiny: list[str], tmp_path: Path) -> None:
     """Long before the next checkpoint is due, with the error of the disk, on all of them."""
     run = tmp_path / "run"
 
@@ -114,7 +112,7 @@ def test_a_failed_background_save_ends_the_run_on_all_processes(
 
         if os.environ["RANK"] == str(victim):
             wrap("acc_lm.checkpointing.writing._write_mine", full, 2)
-        return train.main([*tiny, *BEHIND, "checkpoint.every=100", "training.max_steps=4000", "training.eval_every=null",
+        return train.main([*tiny, *IN_BACKGROUND, "checkpoint.every=100", "training.max_steps=4000", "training.eval_every=null",
                            "checkpoint.keep_last=2", "training.log_every=1", f"output_dir={run}"])  # fmt: skip
 
     finished = Launch(function, 2).wait()
@@ -128,7 +126,7 @@ def test_a_failed_background_save_ends_the_run_on_all_processes(
 
 def test_a_stop_waits_for_the_checkpoint_that_it_asks_for(tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = [*tiny, *BEHIND, "training.max_steps=4000", "training.eval_every=null", "checkpoint.every=7", f"output_dir={run}"]  # fmt: skip
+    arguments = [*tiny, *IN_BACKGROUND, "training.max_steps=4000", "training.eval_every=null", "checkpoint.every=7", f"output_dir={run}"]  # fmt: skip
     launch = start_training(arguments, 2)
     end = time.monotonic() + 60
     while not SAVED.findall(launch.outputs()[0]):

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or broken: one line and exit code 8, and the checkpoint before is whole and goes on."""
+"""A disk that is full, read-only or broken: one line and exit code 8, and the previous checkpoint is intact and resumes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def go_on_with(
     environment: dict[str, str] | None = None,
     locked: bool = True,
 ) -> Finished:
-    """Go on, and let there be trouble from the first step on: nothing was found when the run looked at the disk.
+    """Resume with a disk that fails from the first step on, after the run's own check of it.
 
     Args:
         locked: False: without the run's lock, whose open file would keep a disk from being mounted anew by hand.
@@ -106,7 +106,7 @@ def summary_of(checkpoint: Path) -> tuple[str, int]:
 def fill_levels(recipe: Path, folder: Path, levels: range = LEVELS) -> str:
     """Ends runs on a disk that has room for this many percent of a checkpoint; returns how that was done.
 
-    Each goes on from the checkpoint that the one before must have left alone, the last one to the end.
+    Each resumes from the checkpoint that the previous one must have left intact, the last one to the end.
     """
     with small_disk(folder / "disk", "size=24m") as not_mounted:
         run = folder / "disk/run"

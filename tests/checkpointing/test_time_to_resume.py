@@ -1,4 +1,4 @@
-"""A run goes on at once, however far it has come: what is read before the first step does not depend on its number."""
+"""Resuming takes the same work early and late in a run: reads before the first step do not depend on its number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def long_run(recipe: Path, run: Path, num_steps: int, *more: str) -> list[str]:
 
 
 def until_the_first_step(arguments: list[str], whole: Path, step: int, target: Path) -> dict[str, Any]:
-    """What a run that goes on from this step did before its first one, and the seconds from its start to the end of that."""
+    """Work that a run resumed from this step did before its first one, and the seconds from its start to the end of that."""
     name = f"step-{step:08d}"
     shutil.copytree(whole / "checkpoints" / name, target / "checkpoints" / name)
     (target / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes())

@@ -230,7 +230,7 @@ def test_the_rows_of_documents_are_what_the_model_says_of_each(
 
 @pytest.fixture(scope="module")
 def run_from_a_folder(tiny_recipe: Path, text_file: Path, folder: Path) -> Path:
-    """A run whose recipe names its text by a relative path; that folder is `here` beside it."""
+    """A run whose recipe names its text by a relative path; that folder is `here`, next to the run."""
     here = folder / "here"
     here.mkdir()
     shutil.copy(text_file, here / "t.jsonl")
@@ -387,7 +387,7 @@ def test_no_batch_changes_an_answer(name: str) -> None:
 
 
 def chain(tokens: list[int], near: float | None = None) -> Any:
-    """A model that answers each token with the next of these; to end after the last is close to going on if `near`."""
+    """A model that answers each token with the next of these; ending after the last is nearly as likely as continuing if `near`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(
@@ -503,10 +503,10 @@ def test_final_answers_in_transformers_pipeline(kind: str, request: pytest.Fixtu
         (cell,) = re.findall(
             r"^```python\n(.*?)^```", (ROOT / "docs/guides/evaluating.md").read_text(), re.DOTALL | re.MULTILINE
         )
-        cell = cell.replace("runs/chat/final", f"{run}/final").replace("print(", "told.append(")
-        told: list[Any] = []
-        exec(cell, {"told": told})
-        return told
+        cell = cell.replace("runs/chat/final", f"{run}/final").replace("print(", "printed.append(")
+        printed: list[Any] = []
+        exec(cell, {"printed": printed})
+        return printed
 
     assert run_everywhere(answer) == [[{"role": "assistant", "content": ANSWER}]]
 

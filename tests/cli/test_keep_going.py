@@ -91,7 +91,7 @@ def keep_going(arguments: list[str], prepare: Callable[[], object] = lambda: Non
 
 
 class Plan:
-    """What each attempt of a stand-in will do: (status, exit code, newest checkpoint)."""
+    """Plan of each attempt of a stand-in: (status, exit code, newest checkpoint)."""
 
     def __init__(self, folder: Path, recipe: Path, plan: list[Any]) -> None:
         self.folder, self.run = folder, folder / "run"
@@ -181,7 +181,7 @@ COMPLETED = json.dumps({"status": "completed", "exit_code": 0, "reason": None, "
 def test_a_command_that_becomes_no_run_is_not_repeated(
     code: int, becomes: int, tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    """A misspelt launcher, say; the summary beside it is of a run that was completed long ago."""
+    """A misspelt launcher, say; the summary next to it is of a run that was completed long ago."""
     plan = Plan(tmp_path, tiny_recipe, [["refused", code, 0], FINISHED])
     plan.run.mkdir()
     (plan.run / "summary.json").write_text(COMPLETED)
@@ -277,9 +277,7 @@ def test_a_signal_that_comes_before_there_is_anybody_is_not_lost(tiny_recipe: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
-def test_orphans_of_a_dead_launcher_end_before_the_next_attempt_starts(
-    tiny_recipe: Path, tmp_path: Path
-) -> None:
+def test_orphans_of_a_dead_launcher_end_before_the_next_attempt_starts(tiny_recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "orphan").touch()
     plan = Plan(tmp_path, tiny_recipe, [["orphan", 75, 2], FINISHED])
     finished = plan.finish()
@@ -298,7 +296,7 @@ def test_orphans_of_a_dead_launcher_are_not_waited_for_forever(tiny_recipe: Path
     assert "attempt 1 ended after step 2: killed (it left no word)" in finished.output
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process when its parent dies")
 def test_when_it_is_killed_itself_no_process_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2]])
     launch = plan.start()

@@ -119,7 +119,7 @@ def test_quickstart(tmp_path: Path) -> None:
     run_recipe("quickstart", tmp_path / "run", "model.config.hidden_size=16", "model.config.intermediate_size=16",
                "tokenizer.vocab_size=300", "training.eval_batches=2", "training.global_batch_size=8")  # fmt: skip
     bits = json.loads((tmp_path / "run/summary.json").read_text())["bits_per_byte"]
-    assert set(bits) == {"model"}, "compressors are shown beside an evaluation of all the text only"
+    assert set(bits) == {"model"}, "compressors are shown only with an evaluation of all the text"
 
 
 def test_the_tail_of_shakespeare_is_held_out(tmp_path: Path, words: list[str]) -> None:
@@ -144,7 +144,7 @@ def test_finetune_on_files_of_any_kind(hub: Path, tmp_path: Path, words: list[st
     assert "fine-tuned from" in card
 
 
-# By name, what is overridden beside sizes and places, and what the start block says of the data.
+# By name: overrides other than sizes and places, and the start block's line about the data.
 ON_THE_HUB = {
     "pretrain_gpt2-124m_fineweb-edu": ("model.config={n_embd: 16, n_layer: 2, n_head: 2}", None),
     "pretrain_llama-1b_fineweb-edu": (

@@ -583,7 +583,7 @@ def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(
 
 
 def test_rows_that_an_earlier_version_made_are_known_by_the_key_that_it_gave_them(tmp_path: Path) -> None:
-    """Keys noted with that version: a run that it began goes on."""
+    """Keys recorded with that version: a run that it started resumes."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i} " * 9}) + "\n" for i in range(40)))
     (tmp_path / "b.txt").write_text("a book " * 200)
     a, b = tmp_path / "a.jsonl", tmp_path / "b.txt"

@@ -39,7 +39,7 @@ def named(files: dict[str, Path]) -> str:
 def evaluate(
     tiny: list[str], model: Path, run: Path, *more: str, config: str = "", num_processes: int = 1
 ) -> dict[str, float]:
-    """What `--eval-only` measures."""
+    """Result of `--eval-only`."""
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes) if config else {}
     existing = ["model.config=null", f"model.name_or_path={model}", "tokenizer.kind=byte"]
     finished = run_training(
@@ -84,7 +84,9 @@ def test_a_set_has_the_value_that_it_has_alone(
     assert len({found["eval/loss"], *(found[f"eval/{name}/loss"] for name in files)}) == 3
 
 
-def test_sets_are_reported_wherever_the_held_out_loss_is(tiny: list[str], files: dict[str, Path], tmp_path: Path) -> None:
+def test_sets_are_reported_wherever_the_held_out_loss_is(
+    tiny: list[str], files: dict[str, Path], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     finished = run_training([*tiny, named(files), "tracking.report_to=[tensorboard]"])
     plain = tmp_path / "plain"
@@ -104,7 +106,7 @@ def test_sets_are_reported_wherever_the_held_out_loss_is(tiny: list[str], files:
     from test_tracking import scalars_of
 
     assert scalars_of(run)["eval/novel/loss"] == [3, 6]
-    # They are looked at and nothing else: the run is the one without them, and may go on with others.
+    # They are looked at and nothing else: the run is the one without them, and may resume with others.
     assert (run / "final/model.safetensors").read_bytes() == (plain / "final/model.safetensors").read_bytes()
     only = {"novel": files["novel"]}
     finished = run_training([*tiny, f"output_dir={plain}", named(only), "training.max_steps=8"])

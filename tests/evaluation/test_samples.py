@@ -34,7 +34,7 @@ def samples(run: Path) -> dict[int, list[tuple[str, str]]]:
 
 
 def generated(run: Path, prompts: list[Any], num_tokens: int) -> list[str]:
-    """What transformers' own generation makes of the exported weights; a list is a conversation."""
+    """Text that transformers' own generation makes of the exported weights; a list is a conversation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -31,7 +31,7 @@ def room(file: Path) -> str:
 
 
 def height(name: str) -> int:
-    """Of a room above the ground."""
+    """Number of rooms from this one down to the ground, for a room above it."""
     return len(ROOMS) - ROOMS.index(name) if name in ROOMS else 0
 
 

@@ -17,6 +17,7 @@ FILES = [
     *sorted((ROOT / "benchmarks").glob("*.py")),
     *sorted((ROOT / "docs").rglob("*.py")),
 ]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "slurm/README.md", "slurm/train.sbatch")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -52,7 +53,7 @@ def comments(text: str) -> list[tuple[int, str]]:
     return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("file", [*FILES, *TESTS], ids=lambda file: str(file.relative_to(ROOT)))
 def test_docstrings_begin_with_the_thing_and_use_the_words_of_the_field(file: Path) -> None:
     text = file.read_text()
     found = [f"{line}: begins with {FIRST.match(words)[0]}" for line, words in docstrings(text) if FIRST.match(words)]  # type: ignore[index]

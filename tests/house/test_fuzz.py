@@ -1,4 +1,4 @@
-"""Arbitrary input: a few hundred of what `make fuzz` tries for as long as it is told to."""
+"""Arbitrary input: a few hundred of the inputs that `make fuzz` tries for MINUTES."""
 
 from __future__ import annotations
 

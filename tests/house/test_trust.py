@@ -1,4 +1,4 @@
-"""What comes from elsewhere is read and never run, stays inside the run's folder, and what is secret stays unseen."""
+"""Foreign files are read and never run, nothing leaves the run's folder, and secrets stay unseen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PICKLED = (
 
 
 class Payload:
-    """Whoever unpickles it, as pickle or as torch does, makes the file PWNED."""
+    """Unpickling it, as pickle or as torch does, creates the file PWNED."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "PWNED"
@@ -100,9 +100,7 @@ def test_what_is_planted_in_a_checkpoint_never_runs(run: Path, tiny: list[str], 
     assert not payload.file.exists()
 
 
-def test_a_checkpoint_with_pickled_tensors_is_skipped_and_named(
-    run: Path, tiny: list[str], payload: Payload
-) -> None:
+def test_a_checkpoint_with_pickled_tensors_is_skipped_and_named(run: Path, tiny: list[str], payload: Payload) -> None:
     folder = run / "checkpoints/step-00000004"
     (file,) = folder.glob("tensors-*")
     torch.save(payload, file)
@@ -215,7 +213,7 @@ def test_no_code_of_a_model_folder_runs_and_nothing_is_prompted(
         "export.sample_tokens=2",
     ]  # fmt: skip
     ours, theirs = pty.openpty()
-    os.write(ours, b"y\nyes\n")  # whoever asked would have been answered
+    os.write(ours, b"y\nyes\n")  # a prompt would have been answered
 
     def train_there() -> int:
         import train
@@ -281,7 +279,7 @@ def test_a_data_set_with_a_script_is_refused(tiny: list[str], tmp_path: Path, pa
 
 
 def test_the_oldest_libraries_allowed_have_no_known_hole() -> None:
-    """Where a file or a template from elsewhere could run code or leave its folder, and the first version without that."""
+    """Places where a foreign file or template could run code or leave its folder, and the first version without that."""
     mended = {
         "torch": "2.10",  # weights_only=True could be got around
         "pyarrow": "14.0.1",  # extension types were unpickled from Arrow and Parquet files
@@ -374,7 +372,7 @@ def test_a_manifest_that_points_outside_is_no_checkpoint(name: str, run: Path, t
 
 
 def test_a_run_touches_nothing_outside_its_folder(run: Path, tiny: list[str], tmp_path: Path) -> None:
-    """Whole checkpoints that links stand for: passed over when newest, and rotation takes the link only."""
+    """Links to complete checkpoints: skipped when newest, and rotation removes the link only."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for name in ("step-00000002", "step-00000004"):

@@ -1,4 +1,4 @@
-"""An adapter learns the same on every engine, is all that is saved, and is of use beside its own base only."""
+"""An adapter learns the same on every engine, is all that is saved, and works with its own base only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Bases = dict[str, Path]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    """Models to put adapters beside: with a head of its own, with a tied one, and the first with other weights."""
+    """Base models for adapters: with a separate head, with a tied one, and the first with other weights."""
     tokenizer, folders = make_tokenizer(TokenizerConfig(kind="byte"), []), {}
     for name, model_type, seed in (("llama", "llama", 0), ("gpt2", "gpt2", 0), ("other", "llama", 1)):
         model, _ = build_model(ModelConfig(config=MODELS[model_type]), tokenizer, LENGTH, seed)
@@ -56,22 +56,22 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 # --- the same on every engine --------------------------------------------------------------------------------------
 
 
-def beside(bases: Bases, model: str, *overrides: str, steps: int = STEPS, **fields: Any) -> Scenario:
+def adapted(bases: Bases, model: str, *overrides: str, steps: int = STEPS, **fields: Any) -> Scenario:
     from_folder = ("model.config=null", f"model.name_or_path={bases[model]}")
     return Scenario(model, steps=steps, overrides=(*from_folder, *overrides), **fields)
 
 
 def scenarios(bases: Bases, save: Path) -> dict[str, Scenario]:
     return {
-        "llama": beside(bases, "llama", *LORA, save=save / "llama"),
-        "gpt2": beside(bases, "gpt2", *LORA, accumulation=2, gradient_checkpointing=True),
-        "dora": beside(bases, "llama", *LORA, "adapter.use_dora=true", "adapter.use_rslora=true", steps=4),
-        "frozen": beside(bases, "gpt2", "model.freeze=transformer.w?e.*", save=save / "frozen", steps=4),
+        "llama": adapted(bases, "llama", *LORA, save=save / "llama"),
+        "gpt2": adapted(bases, "gpt2", *LORA, accumulation=2, gradient_checkpointing=True),
+        "dora": adapted(bases, "llama", *LORA, "adapter.use_dora=true", "adapter.use_rslora=true", steps=4),
+        "frozen": adapted(bases, "gpt2", "model.freeze=transformer.w?e.*", save=save / "frozen", steps=4),
     }
 
 
 def look_at_weights(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
-    """What was not trained, gathered from wherever it is after the last step, and the types of everything."""
+    """Untrained parameters, gathered from all processes after the last step, and the types of all parameters."""
     from acc_lm.runtime import WEIGHT, bare_model, gather_tensor, pieces_of, whole_shapes
 
     pieces, shapes = pieces_of(model, optimizer), whole_shapes(model)
@@ -129,7 +129,7 @@ def test_the_base_is_not_touched(engine: str, bases: Bases, curves: dict[str, di
 
 def test_an_adapter_that_is_not_averaged_is_seen(bases: Bases, curves: dict[str, dict[str, Curve]]) -> None:
     """Negative control: what is learned shows in these losses."""
-    broken = beside(bases, "llama", *LORA, fault="skipped all-reduce")
+    broken = adapted(bases, "llama", *LORA, fault="skipped all-reduce")
     curve = run_backend("ddp", 2, [broken])[0]
     assert max(largest_differences(curves["single"]["llama"].metrics, curve.metrics).values()) > 1e-3
 
@@ -169,14 +169,14 @@ def test_a_run_resumes_from_any_engines_checkpoint(
 def test_an_adapter_learns_the_same_on_the_other_engines(
     config: str, num_processes: int, bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
 ) -> None:
-    saves = beside(bases, "llama", *LORA, save=tmp_path)
-    from_single = beside(bases, "llama", *LORA, load=curves["single"]["llama"].extra["saved"])
+    saves = adapted(bases, "llama", *LORA, save=tmp_path)
+    from_single = adapted(bases, "llama", *LORA, load=curves["single"]["llama"].extra["saved"])
     whole, went_on = run_backend(config, num_processes, [saves, from_single])
     for curve in (whole, went_on):
         expected = {step: curves["single"]["llama"].metrics[step] for step in curve.metrics}
         assert max(largest_differences(expected, curve.metrics).values()) <= 1e-6
     load = tmp_path / f"checkpoints/step-{STEPS // 2:08d}"
-    assert run_backend(config, num_processes, [beside(bases, "llama", *LORA, load=load)])[0].end == whole.end
+    assert run_backend(config, num_processes, [adapted(bases, "llama", *LORA, load=load)])[0].end == whole.end
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -326,7 +326,7 @@ def look_at_types(accelerator: Any, model: Any, optimizer: Any, config: Any) -> 
 def test_a_base_in_4_bits_learns_the_same_on_one_process_and_on_several(
     bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
 ) -> None:
-    four_bits = beside(bases, "llama", *LORA, "adapter.quantize_base=nf4")
+    four_bits = adapted(bases, "llama", *LORA, "adapter.quantize_base=nf4")
     one = run_backend("single", 1, [replace(four_bits, save=tmp_path)], look_at_types)[0]
     load = tmp_path / f"checkpoints/step-{STEPS // 2:08d}"
     several, went_on = run_backend("ddp", 2, [four_bits, replace(four_bits, load=load)], look_at_types)
@@ -447,7 +447,7 @@ def test_a_base_in_16_bits_has_an_adapter_in_32(bases: Bases, tmp_path: Path) ->
     save_adapter(tmp_path, weights, model.peft_config["default"], section, facts.base)
     from acc_lm.export.exported import load_exported
 
-    loaded = load_exported(tmp_path)  # of the type that it was trained beside, or its checksum would be another
+    loaded = load_exported(tmp_path)  # of the type that it was trained with, or its checksum would differ
     assert loaded.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
 
 
@@ -552,7 +552,7 @@ def test_another_adapter_does_not_resume(
 
 @pytest.fixture
 def moved(finished: tuple[Path, str], bases: Bases, tmp_path: Path) -> tuple[Path, Path]:
-    """A copy of the run, beside a copy of its base whose weights a test may change."""
+    """A copy of the run, next to a copy of its base whose weights a test may change."""
     run, base = tmp_path / "run", tmp_path / "base"
     shutil.copytree(finished[0], run, symlinks=True)
     shutil.copytree(bases["llama"], base)

@@ -25,7 +25,7 @@ WHOLE, REGIONAL = "whole", "regional"
 
 
 def environment_of(config: str, num_processes: int, backend: str, what: str) -> dict[str, str]:
-    """What `accelerate launch` hands on for this config with a `dynamo_config`."""
+    """Environment that `accelerate launch` passes on for this config with a `dynamo_config`."""
     launch = (
         {} if config == "single" else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
     )
@@ -37,7 +37,7 @@ def environment_of(config: str, num_processes: int, backend: str, what: str) -> 
 
 
 def compiled(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
-    """What was really compiled, and whether that shows in the names of the parameters."""
+    """Modules that were really compiled, and whether that shows in the names of the parameters."""
     from acc_lm.runtime import whole_shapes
 
     return {"graphs": counters["stats"]["unique_graphs"], "backend": accelerator.state.dynamo_plugin.backend.value,

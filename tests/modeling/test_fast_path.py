@@ -1,4 +1,4 @@
-"""What makes a step fast, held for every shipped recipe without a clock: nothing is waited for, looked for or made that need not be."""
+"""Speed of a step without a clock, for every shipped recipe: no needless wait, lookup or allocation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {
     "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "head_dim": 8,
 }  # fmt: skip
-# What stands behind a name on the Hub, in its own config.json: the tests have no network.
+# Contents of config.json of a Hub name: the tests have no network.
 ARCHITECTURES = {
     name: {key: shape[key] for key in ("model_type", "tie_word_embeddings", "num_key_value_heads")}
     for name, shape in PUBLISHED.items()

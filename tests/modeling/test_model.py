@@ -391,7 +391,7 @@ def test_an_empty_model_is_the_real_one_but_for_its_weights(fields: dict[str, An
 
     for mine, its in zip(describe(empty), describe(model), strict=True):
         assert mine == its
-    # Buffers are no weights: nobody sends them, so they are computed here as there.
+    # Buffers are not sent like weights, so each process computes them.
     for (name, buffer), (its_name, its_buffer) in zip(empty.named_buffers(), model.named_buffers(), strict=True):
         assert name == its_name
         assert torch.equal(buffer, its_buffer)
@@ -510,7 +510,7 @@ def test_a_leak_is_found_however_little_it_shows(reaches: str, tokenizer: Any, m
 
 
 def gradient_of_end_token(model: Any, tokenizer: Any) -> torch.Tensor:
-    """Of its row of the input embeddings, where a row of ids holds it once."""
+    """Gradient of an id's row of the input embeddings, where a row of ids holds it once."""
     ids = torch.randint(1, 200, (2, 17), generator=torch.Generator().manual_seed(0))
     ids[:, 8] = tokenizer.eos_token_id
     weight = model.get_input_embeddings().weight

@@ -54,7 +54,7 @@ def step(model: Any, run: Any, packs: bool = False) -> list[torch.Tensor]:
 
 
 def kept_bytes(run: Callable[[], Any]) -> int:
-    """What is still there after a forward pass and was not before it, by the allocator's own count.
+    """Memory that a forward pass leaves allocated, by the allocator's own count.
 
     In a process of its own: in one that has profiled, torch's profiler cannot be silenced any more.
     """

@@ -1,4 +1,4 @@
-"""What a run says of its speed: the arithmetic against torch's own counter and published shapes, the parts of a step, the profile."""
+"""Reported speed: its arithmetic against torch's own counter and published shapes, the parts of a step, the profile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(config: dict[str, Any], **more: Any) -> Any:
 
 
 def flops_by_torch(model: Any) -> float:
-    """Of a token, forward and backward, as torch counts the products that it really makes."""
+    """FLOP of a token, forward and backward, as torch counts the products that it really computes."""
     ids = torch.randint(0, 257, (2, LENGTH))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # products that it can see
         model(
@@ -340,7 +340,7 @@ def test_a_background_save_holds_no_process_up(tiny: list[str], tmp_path: Path) 
 
 
 def test_a_gpu_is_idle_when_its_compute_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of made-up streams: those of engines, on which they send, may wait for each other as long as they like."""
+    """Idle time of made-up streams: those on which engines send may wait for each other."""
     waits: list[str] = []
     stood: list[str] = []
 
@@ -494,7 +494,7 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_the_device() -> None:
     fast, slow = look_at(on_a_gpu(0)), look_at(on_a_gpu(1))
     first, second = fast
     assert [round(1e3 * first[name], 3) for name in ("seconds", "data", "compute", "host")] == [10, 0.2, 7, 0.8]
-    assert first["exposed"] == [pytest.approx(2e-3)], "4 to 6 is hidden behind the product"
+    assert first["exposed"] == [pytest.approx(2e-3)], "4 to 6 is hidden by the product"
     # From the end of the first on: 10 to 11 the loader, then the host; the device is done at 18.
     assert [round(1e3 * second[name], 3) for name in ("seconds", "data", "compute", "host")] == [8, 1, 5, 1]
     assert second["exposed"] == [pytest.approx(1e-3)]

@@ -268,7 +268,7 @@ def test_an_engine_resumes_from_another_and_from_itself_bit_for_bit(names: tuple
         assert set(row) == set(engines)
         for reader, (difference, same) in row.items():
             assert difference <= BOUNDS["train/grad_norm"], (writer, reader)
-            assert same or writer != reader, f"{writer} goes on as it would have, bit for bit"
+            assert same or writer != reader, f"{writer} continues as if uninterrupted, bit for bit"
 
 
 @pytest.mark.parametrize("fault", ["momentum not restored", "step count not restored"])

@@ -37,7 +37,7 @@ def wandb_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def untracked(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the tiny run comes to when nothing observes it."""
+    """Result of the tiny run when nothing observes it."""
     run = tmp_path_factory.mktemp("untracked")
     train_with(["--config", str(tiny_recipe), f"output_dir={run}"])
     return run
@@ -73,7 +73,7 @@ def offline_runs(run: Path) -> list[Path]:
 
 
 def records_of(folder: Path) -> Iterator[Any]:
-    """What `wandb sync` would read: blocks of 32 KiB, each record a part with 7 bytes ahead: checksum, length, kind."""
+    """Records that `wandb sync` would read: blocks of 32 KiB, each record a part with 7 bytes ahead: checksum, length, kind."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = folder.glob("*.wandb")

@@ -39,7 +39,7 @@ TOKENIZER = make_tokenizer(TokenizerConfig(kind="byte"), [])
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Files of every kind with 5 to 15 documents each, and a text to evaluate on beside them."""
+    """Files of every kind with 5 to 15 documents each, and a separate text to evaluate on."""
     import pyarrow
     import pyarrow.parquet
 
@@ -371,7 +371,7 @@ def is_reader_of(process: psutil.Process, folder: Path) -> bool:
 def test_any_number_of_processes_learns_the_same_rows_and_resumes_another(
     config: str, streamed: list[str], tmp_path: Path
 ) -> None:
-    """Whole on one, whole on two, and six steps on two that one goes on from."""
+    """Complete on one, complete on two, and six steps on two that one process resumes from."""
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
     one, two, mixed = (tmp_path / name for name in ("one", "two", "mixed"))
     run_training([*streamed, f"output_dir={one}"])
@@ -427,7 +427,7 @@ def test_a_streamed_dataset_is_known_by_its_files_wherever_it_lies(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: list[Path], tmp_path: Path) -> None:
-    """The last shard of stream 1 is cut short; repaired, the run goes on from what it had saved."""
+    """The last shard of stream 1 is cut short; repaired, the run resumes from its checkpoint."""
     arguments = [*streamed, "training.max_steps=30", "checkpoint.every=5"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])
     saved = shards[5].read_bytes()

@@ -586,7 +586,7 @@ def test_a_value_that_is_missing_or_no_number_is_no_agreement() -> None:
 def test_a_row_is_launched_from_a_clean_environment_on_a_port_that_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another launch left in the shell is no part of a row; the port stays taken, but for a store of torch."""
+    """Variables that another launch left in the shell do not change a row; the port stays taken, but for a store of torch."""
     import socket
 
     import torch.distributed as dist

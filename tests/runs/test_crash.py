@@ -41,30 +41,30 @@ def test_every_stage_of_the_code_is_tried() -> None:
     assert all(f'crash_point("{point}")' in text for point in POINTS)
 
 
-BESIDE = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
+NOT_SLOW = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
 """Stages that two processes come to in other ways; the rest of them is slow."""
 
 
 @pytest.mark.parametrize(
-    ("num_processes", "behind", "point"),
+    ("num_processes", "in_background", "point"),
     [
-        pytest.param(*mode, point, marks=[] if point in BESIDE.get(mode, POINTS) else [pytest.mark.slow])
+        pytest.param(*mode, point, marks=[] if point in NOT_SLOW.get(mode, POINTS) else [pytest.mark.slow])
         for point in POINTS
         for mode in [(1, False), (2, False), (2, True)]
     ],
 )
 def test_a_crash_at_a_stage_of_saving_loses_nothing(
-    num_processes: int, behind: bool, point: str, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
+    num_processes: int, in_background: bool, point: str, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"checkpoint.asynchronous={str(behind).lower()}"]
+    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"checkpoint.asynchronous={str(in_background).lower()}"]
     crashed = start_training(arguments, num_processes, {"ACC_LM_CRASH_AT": f"{point}@{POINTS[point]}"}).wait(60)
     assert -signal.SIGKILL in crashed.codes, crashed.outputs
     assert not (run / "final").exists()
     newest = max(folder for folder in (run / "checkpoints").glob("step-*") if (folder / "manifest.json").is_file())
     resumed = run_training(arguments, num_processes)
     assert f"resumed from {newest}" in resumed.output
-    assert "was skipped" not in resumed.output, "what a crash leaves behind is no damaged checkpoint"
+    assert "was skipped" not in resumed.output, "leftovers of a crash are no damaged checkpoint"
     assert_equal_runs(whole[num_processes], run, STEPS)
     assert not list((run / "checkpoints").glob("tmp-*"))
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
@@ -95,7 +95,7 @@ def test_a_kill_in_any_other_phase_loses_nothing_either(
     for _ in range(3):
         finished = train_with(arguments, lambda: wrap(PHASES[phase][0], kill_self, PHASES[phase][1]))
         if finished.codes != [-signal.SIGKILL]:
-            break  # it resumed behind that place
+            break  # it resumed after that place
         assert not (run / "final" / "README.md").exists(), finished.output
     else:
         finished = run_training(arguments)

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Everywhere else these are skipped; with one: pytest -m gpu tests/runs/test_gpu.py"""
+"""Tests that only a GPU can run. Everywhere else these are skipped; with one: pytest -m gpu tests/runs/test_gpu.py"""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_between_two_logs_nothing_waits_for_the_gpu(tiny: list[str], precision: str) -> None:
-    """The loop of train.py from its third step to its sixth, with pinned batches: whoever reads the device raises."""
+    """The loop of train.py from its third step to its sixth, with pinned batches: reading the device raises."""
 
     def run() -> list[int]:
         import acc_lm.training
@@ -232,7 +232,7 @@ def test_a_compiled_model_uses_cudnns_attention_too() -> None:
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_the_loss_of_a_gpu_is_the_exact_one(dtype: torch.dtype, bound: float, is_compiled: bool) -> None:
-    """With GPT-2's 50257 ids, which are computed as 50304, in two chunks; beside plain logits in float64."""
+    """With GPT-2's 50257 ids, which are computed as 50304, in two chunks; compared with plain logits in float64."""
 
     def run() -> list[float]:
         torch.manual_seed(0)

@@ -124,7 +124,7 @@ def main_of(arguments: list[str]) -> Callable[[], int]:
 
 
 def shorten(folder: Path, lines: int = 60) -> None:
-    """What the first page of a book teaches is enough for a few steps."""
+    """The first page of a book is enough for a few steps."""
     for file in folder.glob("*.jsonl"):
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
 
@@ -185,7 +185,7 @@ def test_the_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
     environment |= {"PATH": f"{binaries}:{environment['PATH']}", "PYTHONPATH": str(clone / "src")}
-    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}  # tests run beside each other
+    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}  # tests run at the same time
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/torch_extensions").symlink_to(Path(os.environ["ACC_LM_CACHE"]) / "torch_extensions")
     printed, seconds, processor_seconds = {}, 0.0, 0.0

@@ -17,7 +17,7 @@ from test_resume import TIMED
 
 CELLS = """
 {page}
-print("the notebook goes on")
+print("the notebook continues")
 notebook_launcher(train.main, ([*arguments, "training.max_steps=8"],), num_processes=2, use_port="{port}")
 print("and on")
 """
@@ -56,7 +56,7 @@ def run(rank, arguments):
 if __name__ == "__main__":
     os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
     torch.multiprocessing.spawn(run, ({arguments},), nprocs=2)
-    print("the program goes on")
+    print("the program continues")
 """
 
 
@@ -92,7 +92,7 @@ def run_python(script: str, arguments: list[str], folder: Path) -> subprocess.Co
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """What was learned, without what depends on the clock and the machine."""
+    """Learned values, without those that depend on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 
@@ -108,7 +108,7 @@ def test_a_notebook_trains_two_processes_and_resumes_in_the_next_cell(tiny: list
     assert done.returncode == 0, done.stdout
     check_two_processes(tmp_path / "run")
     assert done.stdout.count("strategy      ddp, 2 processes") == 2, "once for each cell"
-    assert "the notebook goes on" in done.stdout
+    assert "the notebook continues" in done.stdout
     assert done.stdout.endswith("and on\n")
 
     terminal = tmp_path / "terminal"
@@ -135,4 +135,4 @@ def test_spawned_processes_train_too(tiny: list[str], tmp_path: Path) -> None:
     done = run_python(SPAWN, tiny, tmp_path)
     assert done.returncode == 0, done.stdout
     check_two_processes(tmp_path / "run")
-    assert done.stdout.endswith("the program goes on\n")
+    assert done.stdout.endswith("the program continues\n")

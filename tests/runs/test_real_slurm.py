@@ -123,7 +123,7 @@ def run_stand_in(cluster: Cluster, folder: Path, *options: str) -> tuple[dict[st
     "options",
     [
         ("--gpus-per-node=1",),  # fewer than the node has: --exclusive gives all of them
-        ("--gres=gpu:2",),  # beside the script's own --gpus-per-node=8
+        ("--gres=gpu:2",),  # in addition to the script's own --gpus-per-node=8
         ("--gpus-per-node=2", "--nodes=1", "--nodelist=n1", "--ntasks-per-node=2"),
     ],
 )

@@ -93,7 +93,7 @@ def resume_from(
     num_processes: int,
     environment: dict[str, str] | None = None,
 ) -> Finished:
-    """Go on as if the whole run had been killed right after its checkpoint of `step`, in another place."""
+    """Resume as if the complete run had been killed right after its checkpoint of `step`, in another folder."""
     name = f"step-{step:08d}"
     shutil.copytree(whole / "checkpoints" / name, target / "checkpoints" / name)
     shutil.copy(whole / "metrics.jsonl", target / "metrics.jsonl")
@@ -197,7 +197,7 @@ def longer(dropout_recipe: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole_runs(longer: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The run that was never told to stop, by number of processes."""
+    """The uninterrupted run, by number of processes."""
 
     @functools.cache
     def whole(num_processes: int) -> Path:
@@ -235,7 +235,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(
     run = tmp_path / "run"
     launch = start_training([*longer, f"output_dir={run}"], num_processes)
     wait_for(run / "checkpoints/step-00000005/manifest.json")
-    os.kill(launch.pids[-1], number)  # one process is told, all agree
+    os.kill(launch.pids[-1], number)  # one process gets the signal, all agree
     finished = launch.wait()
     assert finished.codes == [75] * num_processes, finished.outputs
     summary = json.loads((run / "summary.json").read_text())
@@ -244,7 +244,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(
     assert 5 <= stopped < STEPS + 20
     assert Path(summary["last_checkpoint"]).name == f"step-{stopped:08d}"
     assert f"stopped by {number.name} after step {stopped}" in finished.output
-    # The same command goes on, to the same end as a run that was never told to stop.
+    # The same command resumes, to the same end as an uninterrupted run.
     run_training([*longer, f"output_dir={run}"], num_processes)
     assert_equal_runs(whole_runs(num_processes), run, STEPS + 20)
 
@@ -305,7 +305,7 @@ def test_a_second_ctrl_c_leaves_at_once(tiny: list[str], tmp_path: Path) -> None
 
 @dataclass
 class Kills:
-    """What came of killing runs at random."""
+    """Outcome of killing runs at random."""
 
     kills: int = 0
     in_save: int = 0
@@ -417,7 +417,7 @@ def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: i
                     target.kill()
             result.kills += 1
             _, alive = psutil.wait_procs(workers, timeout=60)
-            assert not alive, "nobody may be left"
+            assert not alive, "no process may be left"
             launcher.wait(60)
         assert different(tensors_of(run, 60), tensors_of(whole, 60)) == []
         assert metrics_of(run) == metrics_of(whole)

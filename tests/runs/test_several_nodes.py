@@ -49,7 +49,7 @@ class Nodes:
             )
 
     def bytes_received(self, rank: int) -> int | None:
-        """What came in through the cable so far; None where there is none."""
+        """Bytes received over the network so far; None without one."""
         if not self.names:
             return None
         shown = run_ip("-json", "-statistics", "-netns", self.names[rank], "link", "show", "eth0")
@@ -115,7 +115,7 @@ def train_on(nodes: Nodes, commands: list[list[str]], folder: Path, timeout: flo
     finally:
         for launcher in launchers:
             if launcher.poll() is None:
-                launcher.terminate()  # which ends its workers; a kill would leave them behind
+                launcher.terminate()  # which ends its workers; a kill would leave them running
         for launcher in launchers:
             launcher.wait(timeout=40)
     outputs = [file.read_text(errors="replace") for file in files]
@@ -141,7 +141,7 @@ def by_torchrun(nodes: Nodes, num_processes: int, arguments: list[str]) -> list[
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """What was learned, without what depends on the clock and the machine."""
+    """Learned values, without those that depend on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 
@@ -204,7 +204,7 @@ def test_torchrun_on_two_machines_learns_what_one_machine_learns(
 
 @pytest.mark.slow
 def test_a_machine_that_dies_ends_the_other_within_seconds(nodes: Nodes, tiny: list[str], tmp_path: Path) -> None:
-    """Launcher and process of machine 1 are killed in the middle; the last checkpoint is whole, and one machine goes on."""
+    """Launcher and process of machine 1 are killed in the middle; the last checkpoint is intact, and one machine resumes."""
     endless = [*tiny, "training.max_steps=4000", "training.eval_every=null"]
     files = [tmp_path / f"output-{rank}" for rank in range(2)]
     commands = by_accelerate(nodes, "multi_node_ddp.yaml", 2, endless)
@@ -257,7 +257,7 @@ def test_no_network_is_left_over() -> None:
             assert set(names) <= set(run_ip("netns", "list").replace("(", " ").split())
             raise ZeroDivisionError
     except (OSError, subprocess.SubprocessError):
-        warnings.warn("no network namespaces here, so none to leave behind", stacklevel=1)
+        warnings.warn("no network namespaces here, so none to leave over", stacklevel=1)
         return
     assert sleeper.wait(timeout=10) == -9
     assert not set(names) & set(run_ip("netns", "list").split())

@@ -122,7 +122,7 @@ class Job:
         return process.returncode, output
 
     def end_tasks(self) -> None:
-        """Leave nothing running behind a test that failed."""
+        """Leave nothing running after a test that failed."""
         subprocess.run([self.state.parent / "bin/scancel", "--signal=TERM", self.environment["SLURM_JOB_ID"]],
                        env=self.environment, timeout=20, check=False)  # fmt: skip
 
@@ -139,7 +139,7 @@ class Job:
         return done.stdout.strip()
 
     def calls(self, program: str) -> list[list[str]]:
-        """What the stand-in for `program` was called with."""
+        """Arguments that the stand-in for `program` was called with."""
         file = self.state / "calls"
         calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [arguments for name, *arguments in calls if name == program]
@@ -166,7 +166,7 @@ def summary_of(output_dir: Path) -> dict[str, Any]:
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """What was learned, without what depends on the clock and the machine."""
+    """Learned values, without those that depend on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 
@@ -277,7 +277,7 @@ def test_an_old_summary_decides_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
     write_summary(job, tmp_path, status="preempted")
     before = job.requeue("--before", str(tmp_path))
-    assert job.requeue(str(tmp_path), before).startswith("not requeued: "), "killed, nobody knows why"
+    assert job.requeue(str(tmp_path), before).startswith("not requeued: "), "killed for an unknown reason"
     assert job.requeue(str(tmp_path / "nothing"), "0:").startswith("not requeued: ")
     assert job.requeues() == 0
     assert job.requeue("--stopped", str(tmp_path), before).startswith("requeued: "), "killed, because its time was over"

@@ -1,4 +1,4 @@
-"""Whatever asks a run to stop, wherever it is: nothing is lost, nothing is left behind, and the same command goes on."""
+"""Requests to stop at any time and place: nothing is lost, nothing is left over, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str
 
         write = train.write_failure
 
-        def told(*arguments: Any) -> None:
+        def reported(*arguments: Any) -> None:
             tell()
             write(*arguments)
 
-        train.write_failure = told
+        train.write_failure = reported
 
         def broken(*arguments: Any, **keywords: Any) -> None:
             raise RuntimeError("broken")
@@ -99,7 +99,7 @@ def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str
 
 
 def test_a_recipe_is_refused_in_a_thread_too(tmp_path: Path) -> None:
-    """Where no handler may be set, as none was changed."""
+    """Handlers are left alone where none may be set."""
     import threading
 
     import train
@@ -124,7 +124,7 @@ IN_MAKE_TEST = {("a later step", 2), ("a save", 1), ("a save", 2), ("a commit", 
 
 @pytest.fixture(scope="module")
 def whole_runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The run that was never told to stop, by number of processes."""
+    """The uninterrupted run, by number of processes."""
 
     @functools.cache
     def whole(num_processes: int) -> Path:
@@ -151,7 +151,7 @@ def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
     def prepare() -> None:
         only_main = place.endswith(("append", "_commit", "rotate"))
         if os.environ.get("RANK", "0") == ("0" if only_main else str(num_processes - 1)):
-            wrap(place, lambda: (tell(), tell()), call)  # told twice, which changes nothing
+            wrap(place, lambda: (tell(), tell()), call)  # two signals, which changes nothing
 
     finished = train_with(tiny, prepare, num_processes)
     assert finished.codes == [75] * num_processes, finished.outputs
@@ -167,7 +167,7 @@ def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
 
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: list[str], tmp_path: Path) -> None:
-    """The last step's evaluation too: the model is exported by the run that goes on."""
+    """The last step's evaluation too: the resumed run exports the model."""
     many = [*tiny, "training.micro_batch_size=1", "data.eval_fraction=0.5"]
 
     def prepare() -> None:
@@ -353,8 +353,8 @@ def test_a_launch_is_gone_seconds_after_it_was_asked_to_stop(
 
 
 def test_a_process_that_is_stuck_in_a_library_leaves_when_its_launcher_is_gone(tmp_path: Path) -> None:
-    """Python's own handlers wait until the library returns, which may be for ever; here it is a store that nobody fills."""
-    told = tmp_path / "pid"
+    """Python's own handlers wait until the library returns, which may be forever; here it is a store that no process fills."""
+    reported = tmp_path / "pid"
 
     def stuck() -> int:
         from datetime import timedelta
@@ -364,20 +364,20 @@ def test_a_process_that_is_stuck_in_a_library_leaves_when_its_launcher_is_gone(t
         from acc_lm import stop
 
         if os.fork():  # the launcher, which goes first
-            while not told.exists():
+            while not reported.exists():
                 time.sleep(0.01)
             time.sleep(0.2)
             return 0
         stop.STUCK_SECONDS = 1.0
         with stop.StopRequest(tmp_path).listening():
             store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
-            told.write_text(str(os.getpid()))
+            reported.write_text(str(os.getpid()))
             store.wait(["never"], timedelta(seconds=100))
         return 0
 
     launch = Launch(stuck)
     assert launch.wait().code == 0
-    process = psutil.Process(int(told.read_text()))
+    process = psutil.Process(int(reported.read_text()))
     process.send_signal(signal.SIGTERM)
     psutil.wait_procs([process], timeout=20)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -385,7 +385,7 @@ def test_a_process_that_is_stuck_in_a_library_leaves_when_its_launcher_is_gone(t
 
 
 def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
-    """What was imported before anybody looked at a clock counts too."""
+    """Imports before the first look at a clock count too."""
 
     def run() -> int:
         time.sleep(1.5)

@@ -1,4 +1,4 @@
-"""What makes a run fast changes nothing that it learns: each technique beside the same run without it.
+"""Techniques that make a run fast change nothing that it learns: each is compared with the same run without it.
 
 Those that only a GPU has are asked here what they would decide there; what they compute is in `test_gpu.py`.
 """
@@ -125,7 +125,7 @@ def test_gradients_that_are_views_of_their_buckets_are_the_same() -> None:
 def test_a_vocabulary_with_more_rows_trains_the_same_and_is_saved_without_them(
     config: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """257 ids, computed with 320: losses, norms and every shape in a checkpoint are those of 257, and either goes on from it."""
+    """257 ids, computed with 320: losses, norms and every shape in a checkpoint are those of 257, and either resumes from it."""
     num_processes = 1 if config == "single" else 2
     asked = acc_lm.modeling.losses.padded_vocabulary
 
@@ -180,7 +180,7 @@ def test_a_run_sets_the_order_of_kernels_for_its_whole_process(
         before = [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
         torch.cuda.get_device_capability = lambda device=None: capability  # type: ignore[assignment, misc]
         _set_numerics(TrainingConfig(max_steps=1, cudnn_attention=cudnn), GPU)
-        gc.collect()  # what nobody held would be undone here
+        gc.collect()  # a setting without an owner would be undone here
         names = [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
         return names, names == before, torch.backends.cuda.cudnn_sdp_enabled()
 

@@ -1,4 +1,4 @@
-"""Beside HF Trainer and TRL: the same model, rows, optimizer and schedule through theirs; targets of the same conversations.
+"""Comparison with HF Trainer and TRL: the same model, rows, optimizer and schedule through theirs; targets of the same conversations.
 
 Where they part, docs/guides/coming_from.md says which is right and why.
 """

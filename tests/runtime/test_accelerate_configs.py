@@ -67,7 +67,7 @@ def effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def problems(file: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What `check_config_file` says in a process of a launch with this file."""
+    """Error of `check_config_file` in a process of a launch with this file."""
     monkeypatch.setenv("ACC_LM_CONFIG_FILE", str(file))
     try:
         check_config_file()
@@ -92,7 +92,7 @@ def test_accelerate_reads_it_and_every_key_has_one_comment(file: Path) -> None:
     config = load_config_from_file(str(file))
     assert config.num_processes == PROCESSES.get(file.stem, 2)
     assert config.num_machines == (2 if file.stem.startswith("multi_node_") else 1)
-    # Accelerate refuses a precision beside a DeepSpeed file; without one it is "no" as well.
+    # Accelerate refuses a precision together with a DeepSpeed file; without one it is "no" as well.
     assert config.mixed_precision == (None if file.stem == "deepspeed_zero3_full" else "no"), (
         "precision is the recipe's"
     )
@@ -221,7 +221,7 @@ HEAD = "distributed_type: FSDP\nnum_processes: 2\n"
         ("fsdp_config: {zero_stage: 3}\n", 3, "it belongs into deepspeed_config"),
         ("parallelism_config:\n  dp_shard_size: 2\n", 4, "did you mean parallelism_config_dp_shard_size?"),
         ("fsdp_config:\n  fsdp_version: 2\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n", 5, "use fsdp_reshard_after_forward"),
-        ("fsdp_config:\n  version: 2\n  use_orig_params: true\n", 5, "beside fsdp_version 2"),
+        ("fsdp_config:\n  version: 2\n  use_orig_params: true\n", 5, "with fsdp_version 2"),
         ("fsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n", 5, "fsdp_config.fsdp_version must be given once"),
         ("num_processes: 4\n", 3, "num_processes must be given once"),
         ("num_machines: 3\n", 2, "num_processes must be a multiple of num_machines 3, got 2; Accelerate would start 0"),

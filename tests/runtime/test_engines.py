@@ -1,4 +1,4 @@
-"""What the engines have in common: gradients that can be looked into, copies that agree, weights that are made once."""
+"""Common properties of the engines: gradients that can be inspected, copies that agree, weights that are made once."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_the_gradient_norm_is_exact_and_clips_as_torch_does() -> None:
 
 
 def change_a_copy(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
-    """What `check_replicas` says before and after one weight on the last process became another."""
+    """Errors of `check_replicas` before and after one weight on the last process changed."""
     from acc_lm.errors import DivergedError
     from acc_lm.runtime import bare_model, check_replicas
 
@@ -239,7 +239,7 @@ def test_a_parameter_without_a_gradient_is_refused_before_any_data_is_read(tiny:
 def test_a_parameter_without_a_gradient_may_be_allowed(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """It trains, saves and goes on."""
+    """Train, save and resume."""
     arguments = [*tiny, *UNUSED, "distributed.find_unused_parameters=true"]
     environment = environment_for(config, num_processes)
     run_training(arguments, num_processes, environment, timeout=60)

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled parts: nobody waits on a lock that nobody holds, and what is built is said."""
+"""DeepSpeed's compiled extensions: no process waits on a stale lock, and a build is reported."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: 
 
 
 def handed_over(config: str, precision: str, **distributed: Any) -> dict[str, Any]:
-    """What the engine of a config is given by process 0 of 8, each with a GPU; one optimizer step is 2 micro-batches of 1 row."""
+    """Arguments that the engine of a config gets from process 0 of 8, each with a GPU; one optimizer step is 2 micro-batches of 1 row."""
     recipe = {
         "output_dir": "unused", "model": {"config": MODELS["llama"]}, "tokenizer": {"kind": "byte"},
         "data": {"source": "synthetic", "sequence_length": 16}, "tracking": {"report_to": []}, "distributed": distributed,

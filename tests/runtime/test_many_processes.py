@@ -1,7 +1,7 @@
 """Eight and 1,024 processes, of which one is here: a process group whose collectives move nothing, and tensors cut as they would be.
 
 What it shows: that every process of so many gets its pieces (or none), and prepares, clips, steps and cuts its global batch without
-an error. What it cannot: numbers, since nobody adds anything; DDP, whose reducer asks such a group for what it has not.
+an error. It cannot check numbers, since nothing is added; DDP, whose reducer asks such a group for what it has not.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def train_with_little_memory(
 def test_a_micro_batch_that_fits_is_found_and_the_curve_stays(
     config: str, poor: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """The poor process decides for both (nobody is poor: nothing changes); losses are those of the size that was found."""
+    """The process with less memory decides for both (none has less: nothing changes); losses are those of the size that was found."""
     found = 3 if poor < 2 else 6
     one, other = tmp_path / "found", tmp_path / "given"
     every = [*tiny, "training.log_every=1", "training.micro_batch_size=6"]
@@ -80,7 +80,7 @@ def test_what_does_not_fit_at_all_says_what_else_to_do(tiny: list[str], tmp_path
 def test_memory_that_runs_out_in_the_middle_is_exit_code_9_and_one_line(
     poor: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """In step 5; the same command with what the line says goes on from the checkpoint of step 4 and ends well."""
+    """In step 5; the same command with the suggested setting resumes from the checkpoint of step 4 and completes."""
     run, arguments = tmp_path / "run", [*tiny, "training.micro_batch_size=6", "training.eval_every=null"]
     finished = train_with_little_memory(arguments, "ddp", 2, 3, poor, from_call=5)
     assert finished.codes[poor] == 9, finished.outputs

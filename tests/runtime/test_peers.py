@@ -116,7 +116,7 @@ def test_reading_and_writing_a_full_model_may_take_longer_than_the_timeout(tiny:
 
 
 def stand_still() -> None:
-    """A collective that waits for a process for good, and tells nobody."""
+    """A collective that waits for a process forever, silently."""
     from acc_lm.runtime.monitoring import peers
 
     peers.end_of_work = lambda device: SimpleNamespace(query=lambda: False)  # nor does the device get any further

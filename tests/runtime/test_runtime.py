@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
 
 
 def environment_for(asked: dict[str, Any], num_processes: int, folder: Path) -> dict[str, str]:
-    """What the processes of such a launch find; Accelerate's own functions make it wherever a config can ask for it."""
+    """Environment of the processes of such a launch; Accelerate's own functions make it wherever a config can ask for it."""
     if not {"distributed_type", "by_hand"} & set(asked):
         return asked
     if "by_hand" in asked:
@@ -247,7 +247,7 @@ FIND = "training.find_micro_batch_size=true"
 # As above, for what shows only once the recipe is looked at, and with an exit code
 REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
-    "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which needs the size when it is built"),
+    "a size that is fixed once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which needs the size when it is built"),
     "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that lacks memory leaves the others waiting"),
     "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
     "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file, got '/nowhere/text.jsonl'"),
@@ -438,7 +438,7 @@ def test_a_global_batch_smaller_than_a_micro_batch_of_each_must_only_divide() ->
 
 
 def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun leaves to a process when it does not host the store itself, as on machines that name a master."""
+    """Variables that torchrun gives a process when it does not host the store itself, as on machines that name a master."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_NAME": "default",
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": str(world),

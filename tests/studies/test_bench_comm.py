@@ -20,7 +20,7 @@ WIDE = "model.config={hidden_size: 192, intermediate_size: 768, num_hidden_layer
 
 
 def work(recipe: Path, config: str, parts: list[str], *overrides: str) -> dict[str, Any]:
-    """What the main process of two measured, on this Accelerate config."""
+    """Measurements of the main process of two, on this Accelerate config."""
     plan = {"recipe": str(recipe), "overrides": ["training.micro_batch_size=1", *overrides], "repeats": 1, "buckets": [1, 100],
             "sizes": [4096], "devices": 0, "parts": parts}  # fmt: skip
 

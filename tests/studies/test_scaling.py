@@ -29,7 +29,7 @@ CONFIGS = ROOT / "accelerate_configs"
 
 
 def one_step(recipe: Path, config: str, num_processes: int, accumulation: int = 1) -> dict[str, Any]:
-    """Of the main process: a step's collectives by kind, bytes that came in over TCP, and facts of the model."""
+    """Facts from the main process: a step's collectives by kind, bytes that came in over TCP, and facts of the model."""
 
     def run() -> dict[str, Any]:
         from acc_lm import runtime
@@ -209,7 +209,7 @@ def test_strong_and_weak_scaling_of_a_recipe(
 
 
 def measured(losses: Sequence[float], ledger: str = "rows") -> dict[str, Any]:
-    """What a launch of six steps gives."""
+    """Result of a launch of six steps."""
     metrics = {
         step: {"train/loss": loss, "train/tokens": 100.0 * step, "train/tokens_per_second": 50.0}
         for step, loss in enumerate(losses, start=1)

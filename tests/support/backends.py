@@ -52,7 +52,7 @@ class Scenario:
     save: Path | None = None
     """Folder for a checkpoint after half of the steps."""
     load: Path | None = None
-    """A checkpoint's folder to go on from."""
+    """A checkpoint's folder to resume from."""
 
     def __str__(self) -> str:
         checkpointing = {False: "", True: " checkpointing"}.get(
@@ -63,7 +63,7 @@ class Scenario:
 
 @dataclass
 class Curve:
-    """What one training was, as the main process saw it."""
+    """One training run, as the main process saw it."""
 
     strategy: str
     engine: str
@@ -220,7 +220,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
 
 
 def digest(accelerator: Any, model: Any, optimizer: Any) -> str:
-    """Of the whole weights, in full precision, however they are spread."""
+    """Checksums of the unsharded weights, in full precision, however they are sharded."""
     import hashlib
 
     from acc_lm.export.export import whole_weights

@@ -132,7 +132,7 @@ ZEPHYR = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
 
-# Thoughts stay only behind the last question.
+# Thoughts are kept only after the last question.
 QWEN3 = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n# Tools\\n' + tools | tojson + '<|im_end|>\\n' }}

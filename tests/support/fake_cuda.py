@@ -191,7 +191,7 @@ class Event:
 
 
 def pretended_gpu() -> dict[Any, dict[str, Any]]:
-    """What torch says of an H100, but for allocating and computing: module -> names -> values."""
+    """Answers of torch about an H100, except for allocating and computing: module -> names -> values."""
     is_prepared = [False]
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132

@@ -1,4 +1,4 @@
-"""What DDP, DeepSpeed and the process group would be given on GPUs, without one: each is replaced by something that writes down its arguments.
+"""Arguments that DDP, DeepSpeed and the process group would get on GPUs, without one: each is replaced by a recorder of its arguments.
 
     python tests/support/fake_engines.py RECIPE_JSON        in the environment of a launch; prints JSON
 

@@ -43,7 +43,7 @@ from acc_lm.text.files import RECORD_SUFFIXES
 
 @dataclass(frozen=True)
 class Property:
-    """What must hold of any input."""
+    """Property that must hold for any input."""
 
     inputs: SearchStrategy[Any]
     check: Callable[[Any], str]
@@ -174,7 +174,7 @@ def tiny_recipe() -> Path:
 
 
 PLACES = ("output_dir", "data.files", "data.cache_dir", "tracking.report_to")
-"""What would write elsewhere, or ask a network."""
+"""Settings that would write elsewhere, or use a network."""
 MODERATE = (
     st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.sampled_from(["x", "", "fp16", "1e-3", "*"])
 )
@@ -277,7 +277,7 @@ def conversations(draw: st.DrawFn) -> tuple[str, Any]:
 
 
 def trained_as_rendered(case: tuple[str, Any]) -> str:
-    """What is trained is what the library renders of the record, byte for byte; or it is refused by its place."""
+    """Trained text equals the library's rendering of the record, byte for byte; or the record is refused by its place."""
     name, record = case
     tokenizer = tokenizer_of("byte", name)
     template = load_template(tokenizer)
@@ -447,7 +447,7 @@ def stopped_run() -> tuple[Path, Path, bytes]:
 
 @st.composite
 def damaged_runs(draw: st.DrawFn) -> tuple[bool, list[tuple[str, str, int, bytes]], str]:
-    """Of a whole or a stopped run, damages by file, and what is done with it then."""
+    """Damages by file to a complete or a stopped run, and the command that follows."""
     is_whole = draw(st.booleans())
     stopped, whole, _ = stopped_run()
     folder = whole if is_whole else stopped

@@ -80,7 +80,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "fuyu": {"text_config": {"model_type": "persimmon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}},
     "mimo_v2_flash": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 16},
 }  # fmt: skip
-"""Where those do not fit together."""
+"""Overrides for types whose sizes do not fit together."""
 
 FLOAT32 = ("inkling2_text", "xglm", "xlnet")
 """Types that transformers does not run in float64."""
@@ -88,7 +88,7 @@ FLOAT32 = ("inkling2_text", "xglm", "xlnet")
 
 @dataclass
 class Found:
-    """What becomes of a type here."""
+    """Outcome for a model type."""
 
     model_type: str
     outcome: str
@@ -101,7 +101,7 @@ class Found:
     packs: bool = False
     adapters: bool = False
     wrong: str = ""
-    """How it differs from transformers; empty for what is right."""
+    """Difference from transformers; empty if there is none."""
 
 
 def tiny_fields(config_class: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def look_at(model_type: str) -> Found:
 
 
 def packing(config: ModelConfig, tokenizer: Any, reference: Any) -> tuple[bool, str]:
-    """Whether rows of several documents are taken, and how their loss differs from that of each document alone in transformers."""
+    """Support for rows of several documents, and the difference of their loss from each document alone in transformers."""
     try:
         model, _ = build_model(config, tokenizer, LENGTH, 0, packs=True)
     except ConfigError:
@@ -183,7 +183,7 @@ def packing(config: ModelConfig, tokenizer: Any, reference: Any) -> tuple[bool, 
 
 
 def difference(model: Any, reference: Any, facts: Any, other: Callable[[], Any]) -> str:
-    """How loss and gradients differ from those of transformers' own forward; empty if they do not.
+    """Difference of loss and gradients from transformers' own forward; empty if there is none.
 
     Args:
         other: makes the reference with another of transformers' own kinds of attention. Where the architecture makes rounding larger,
@@ -220,7 +220,7 @@ def _own_loss(reference: Any, batch: dict[str, Tensor], facts: Any) -> Tensor:
 
 
 def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """Of all gradients, relative to the largest element of each, and whose it is."""
+    """Largest difference over all gradients, relative to the largest element of each, and its parameter."""
     largest_of_all = max(float(gradient.abs().max()) for gradient in expected.values())
     # Some are 0 on paper, such as that of a key's bias: what rounding leaves of them is compared with the others.
     return max(
@@ -230,7 +230,7 @@ def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def untrue(config: ModelConfig, tokenizer: Any, reason: str) -> str:
-    """What transformers shows against the reason of a refusal; empty if it bears it out."""
+    """Evidence from transformers against the reason of a refusal; empty if it confirms it."""
     try:
         model = AutoModelForCausalLM.from_config(
             scratch_config(config, tokenizer)

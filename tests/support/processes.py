@@ -58,7 +58,7 @@ def build_extensions_once(needs_nvme: bool) -> None:
 
 @dataclass(frozen=True)
 class Finished:
-    """How the processes of one launch ended."""
+    """Exit codes and outputs of the processes of one launch."""
 
     codes: list[int]
     """Exit codes; -N when ended by signal N."""
@@ -132,7 +132,7 @@ class Launch:
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
                 }  # fmt: skip
             os.environ |= environment
-            errors.LAUNCHER_SECONDS = 0.5  # nobody ends the others here
+            errors.LAUNCHER_SECONDS = 0.5  # no launcher ends the others here
             code = function() or 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1

@@ -112,7 +112,7 @@ def test_a_run_that_no_longer_improves_ends_with_its_best_weights(whole: Path) -
     assert summary["reason"].startswith("stopped early: 2 evaluations have not improved eval/loss by more than 3 on ")
     assert (summary["exported_step"], summary["best_evaluation"]["step"]) == (BEST, BEST)
     assert Path(summary["best_checkpoint"]).name == f"step-{BEST:08d}"
-    assert steps_of(whole)[-1] == LAST, "what a run that goes on needs"
+    assert steps_of(whole)[-1] == LAST, "needed by a resumed run"
     assert exported(whole) == weights(whole / f"checkpoints/step-{BEST:08d}")
     assert f"trained with acc-lm for {BEST} optimizer steps" in (whole / "final/README.md").read_text()
     assert f"| {losses[BEST]:.4f} |" in (whole / "final/README.md").read_text()

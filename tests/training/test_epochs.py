@@ -88,9 +88,9 @@ def test_each_pass_is_reported_exactly(whole: tuple[Path, Finished, list[tuple[f
         first = last + 1
     assert set(found[3]) == COLUMNS
     assert found[3]["epoch/learning_rate"] == logged[ends[2]]["train/learning_rate"]
-    told = [line for line in finished.output.splitlines() if line.startswith("epoch ")]
-    assert len(told) == 3
-    assert told[2].startswith(
+    reported = [line for line in finished.output.splitlines() if line.startswith("epoch ")]
+    assert len(reported) == 3
+    assert reported[2].startswith(
         f"epoch 3  train loss {found[3]['epoch/train_loss']:.4f}  eval loss {losses[ends[2]]:.4f}  lr "
     )
     table = json.loads((run / "summary.json").read_text())["epochs"]
@@ -135,8 +135,8 @@ def test_an_interruption_changes_no_report(
     ended = train_with(arguments, prepare)
     assert ended.codes == [-signal.SIGKILL if action is kill else 75], ended.output
     if moment == "stopped where a pass ends":
-        assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the run that goes on"
-        # It tells both, and dies before it saves.
+        assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the resumed run"
+        # It reports both, and dies before it saves.
         assert train_with(arguments, lambda: wrap("acc_lm.training.run.MicroBatches", kill)).codes == [-signal.SIGKILL]
         assert list(reports(run)) == [1, 2]
     run_training(arguments)

@@ -1,4 +1,4 @@
-"""A loss that jumps: told, or undone; the same steps whatever interrupts the run."""
+"""Loss spikes: reported, or undone; the same steps whatever interrupts the run."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ def test_a_threshold_is_in_standard_deviations_of_the_losses_before() -> None:
     class Alone:
         mixed_precision, is_main_process = "no", False
 
-    for jump, told in ((5.99, 0), (6.01, 1)):
+    for jump, num_reported in ((5.99, 0), (6.01, 1)):
         config = TrainingConfig(max_steps=1, spike_threshold=6.0)
         before = {"recent_losses": [2.8, 3.0, 3.2] * 20}
         watch = Watch(Alone(), None, config, None, Path(), before=before)  # type: ignore[arg-type]
         watch._compare(61, 3.0 + jump * 1.4826 * 0.2)
-        assert len(watch.news()) == told
+        assert len(watch.news()) == num_reported
 
 
 def test_a_checkpoint_that_knows_no_losses_can_be_gone_on_from_and_rewound_to(tiny: list[str], tmp_path: Path) -> None:
