@@ -57,7 +57,11 @@ def test_a_crash_at_a_stage_of_saving_loses_nothing(
     num_processes: int, in_background: bool, point: str, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"checkpoint.asynchronous={str(in_background).lower()}"]
+    arguments = [
+        *arguments_of(tiny_recipe),
+        f"output_dir={run}",
+        f"checkpoint.asynchronous={str(in_background).lower()}",
+    ]
     crashed = start_training(arguments, num_processes, {"ACC_LM_CRASH_AT": f"{point}@{POINTS[point]}"}).wait(60)
     assert -signal.SIGKILL in crashed.codes, crashed.outputs
     assert not (run / "final").exists()

@@ -305,8 +305,8 @@ FP8 = replace(SMALL, mixed_precision="fp8")
 
 
 def test_missing_requirements_of_fp8_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.runtime.settings import fp8
     from acc_lm.runtime.launch.refusals import checked_precision
+    from acc_lm.runtime.settings import fp8
 
     monkeypatch.setattr(fp8, "find_spec", lambda name: None)
     with pytest.raises(
