@@ -37,7 +37,7 @@ TESTS = {
     "rows/packing": "packing conversations",
     "modeling/losses": "losses model step packing",
     "training/step": "step router nonfinite",
-    "training/divergence": "nonfinite spike fp16",
+    "training/divergence": "nonfinite spike epochs fp16",
     "runtime/engines/gradients": "step nonfinite spike fp16",
     "runtime/engines/shards": "saving checkpoint muon matrix",
     "evaluation/held_out": "evaluation evaluation_sets eval_only",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BACKENDS, Curve, Scenario, run_backend
-from processes import run_training
+from processes import run_everywhere, run_training
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
@@ -131,6 +131,41 @@ def test_computed_for_each_micro_batch_it_would_depend_on_the_split() -> None:
     first, second = (curve.metrics[1]["train/router_loss"] for curve in alone)
     assert first == pytest.approx(one_process().metrics[1]["train/router_loss"], rel=1e-6)
     assert 1e-4 < abs(second / first - 1) < 0.05, "a mean over the parts, which is near"
+
+
+@pytest.mark.parametrize(("accumulation", "expected"), [(1, 1), (2, 4)])
+def test_an_exact_loss_counts_choices_ahead_only_if_several_micro_batches_share_them(
+    accumulation: int, expected: int
+) -> None:
+    def run() -> tuple[int, list[torch.Tensor]]:
+        from acc_lm.config import Config
+        from acc_lm.runtime import Gradients, build_accelerator
+        from acc_lm.training.step import train_step
+
+        config = Config.model_validate({
+            "model": {"config": {"model_type": "mixtral"}}, "tracking": {"report_to": []},
+            "schedule": {"warmup_steps": 0}, "training": {"max_steps": 1, "global_batch_size": 2 * accumulation, "micro_batch_size": 2},
+        })  # fmt: skip
+        accelerator = build_accelerator(config)
+        model, facts = build("mixtral", config={"attention_dropout": 0.5})
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        choices: list[torch.Tensor] = []
+
+        def note(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+            choices.append(output.clone() if keywords.get("only_choices") else output.choices_E.clone())
+
+        model.register_forward_hook(note, with_kwargs=True)
+        batches = [rows(2) for _ in range(accumulation)]
+        train_step(
+            accelerator, model, optimizer, batches, step=1, seed=0, num_targets=48 * accumulation, max_grad_norm=1.0,
+            gradients=Gradients(accelerator, model), router=facts.router,
+        )  # fmt: skip
+        return len(choices), choices
+
+    ((number, choices),) = run_everywhere(run, 1)
+    assert number == expected
+    for ahead, later in zip(choices[:accumulation], choices[-accumulation:], strict=True):
+        assert torch.equal(ahead, later), "counted under the masks of the step itself"
 
 
 def test_padding_does_not_count() -> None:

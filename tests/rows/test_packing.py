@@ -148,6 +148,34 @@ def test_targets_and_bytes_are_counted() -> None:
     assert rows.count_targets(np.array([0])) == (rows[0]["targets"] != -100).sum()
 
 
+def test_each_target_belongs_to_its_item_and_the_fill_is_that_of_the_places() -> None:
+    rows = make_rows(22)
+    last = len(rows) - 1
+    assert rows.lengths[last] < PLACES, "padding in the last row, after which there is no item"
+    chosen = np.array([last, 0, -1, 1])
+    batch = rows.__getitems__(chosen)
+    units = np.broadcast_to(rows.units_of(chosen, batch), batch["targets"].shape)
+    for row, targets_L, units_L in zip(chosen, batch["targets"], units, strict=True):
+        items = (
+            rows.packing.items[rows.packing.row_offsets[row] : rows.packing.row_offsets[row + 1]] if row >= 0 else []
+        )
+        expected = [item for item in items for _ in range(rows.item_offsets[item + 1] - rows.item_offsets[item] - 1)]
+        is_target = (targets_L != -100).numpy()
+        assert units_L[is_target].tolist() == np.array(expected)[is_target[: len(expected)]].tolist()
+    empty = sum(int((batch["document_ids"] == len(items)).sum()) for batch, items in _rows_with_items(rows))
+    name, text = rows.fill
+    assert (name, text) == (
+        "packing",
+        f"{22 / len(rows):.1f} items a row, {empty / (len(rows) * PLACES):.1%} of the places empty",
+    )
+    assert 0 < empty < len(rows) * PLACES / 2
+
+
+def _rows_with_items(rows: PackedRows) -> list[tuple[dict[str, torch.Tensor], np.ndarray]]:
+    spans = zip(rows.packing.row_offsets, rows.packing.row_offsets[1:], strict=False)
+    return [(rows[row], rows.packing.items[begin:end]) for row, (begin, end) in enumerate(spans)]
+
+
 def test_counting_targets_reads_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make_rows(200).num_targets
     assert CHUNK_TOKENS % 8 == 0

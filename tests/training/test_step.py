@@ -293,6 +293,49 @@ def test_nothing_reads_a_tensor_between_logs(model_name: str) -> None:
     assert run_everywhere(run, 1) == [[]]
 
 
+def test_dropout_masks_are_a_function_of_step_and_micro_batch() -> None:
+    """Nothing before the step changes them, so a resumed run draws those of an uninterrupted one."""
+
+    def run() -> list[float]:
+        from acc_lm.runtime import Gradients, build_accelerator
+        from acc_lm.training.step import train_step
+
+        accelerator = build_accelerator(make_config(4, 2))
+        model = make_model("gpt2", "float32")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        gradients, batch = Gradients(accelerator, model), RaggedRows(empty=set()).__getitems__([1, 2])
+
+        def loss(step: int, *micro_batches: Any) -> float:
+            torch.rand(step)  # as something else might
+            outcome = train_step(
+                accelerator, model, optimizer, list(micro_batches), step=step, seed=0, num_targets=20, max_grad_norm=1.0,
+                gradients=gradients,
+            )  # fmt: skip
+            return float(outcome.nll)
+
+        alone = {i: {**batch, "targets": torch.full_like(batch["targets"], -100)} for i in (0, 1)}
+        return [
+            loss(1, batch, batch), loss(1, batch, batch), loss(2, batch, batch),
+            loss(1, batch, alone[1]), loss(1, alone[0], batch),
+        ]  # fmt: skip
+
+    ((first, again, other_step, first_half, second_half),) = run_everywhere(run, 1)
+    assert first == again
+    assert first != other_step
+    assert first_half != second_half, "the same rows, under the masks of another micro-batch"
+    assert first_half + second_half == pytest.approx(first, rel=1e-6)
+
+
+def test_the_state_that_masks_are_drawn_from_stays_the_same_from_version_to_version() -> None:
+    from acc_lm.training.step import _random_state
+
+    assert _random_state(seed=42, step=7, micro_batch=1, process=3) == 56800247955085158
+    assert len({_random_state(*numbers) for numbers in [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]}) == 4
+
+
 def test_the_random_state_of_a_step_is_the_one_of_torch_manual_seed() -> None:
     from acc_lm.training.step import set_random_state
 
