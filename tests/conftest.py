@@ -1,4 +1,4 @@
-"""Imports everything once, so that the processes which the tests fork start at once; makes the small texts they train on."""
+"""Import everything once, so that the processes forked by the tests start at once; make the small texts they train on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are forked from this one
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-    "1"  # a process that asks CUDA itself whether there is a GPU can no longer fork
+    "1"  # a process that asks CUDA itself whether there is a GPU cannot fork any more
 )
 os.environ.pop("WANDB_API_KEY", None)
 
@@ -44,7 +44,7 @@ IMPORTED += [
 get_checkpoint_conversion_mapping("llama")  # compiled once for all exports
 torch.set_num_threads(1)
 matplotlib.use("Agg")
-# DeepSpeed asks four times a start, and each answer takes a second.
+# DeepSpeed asks four times per start, and each answer takes a second.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token rows of the tests, apart from the user's own; compiled extensions are kept from one test run to the next."""
+    """Token rows of the tests, separate from the user's own; compiled extensions are kept from one test run to the next."""
     folder = tmp_path_factory.mktemp("cache")
     compiled = processes.KEPT_CACHE / "torch_extensions"
     compiled.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def make_words() -> list[str]:
 
 @pytest.fixture(scope="session")
 def hub(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small models and data sets, in folders with the names that recipes call."""
+    """Small models and data sets, in folders with the names that recipes use."""
     from hub import make_hub
 
     return make_hub(tmp_path_factory.mktemp("hub"), words)
@@ -145,7 +145,7 @@ export: {{sample_tokens: 0}}
 
 @pytest.fixture
 def tiny(tiny_recipe: Path, tmp_path: Path) -> list[str]:
-    """Arguments of `train.py` for a tiny run in a folder of its own, `tmp_path / "run"`."""
+    """Arguments of `train.py` for a tiny run in its own folder, `tmp_path / "run"`."""
     return ["--config", str(tiny_recipe), f"output_dir={tmp_path / 'run'}"]
 
 
@@ -157,14 +157,14 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def no_accelerator_is_left() -> Iterator[None]:
-    """One that is made in this process is inherited by every process that a later test forks, and there are no others for it."""
+    """An Accelerator made in this process would be inherited by every process that a later test forks, without its peers."""
     yield
     assert not PartialState._shared_state, "make Accelerators in a forked process only"
 
 
 @pytest.fixture(autouse=True)
 def the_environment_is_restored() -> Iterator[None]:
-    """A benchmark that a test runs here sets variables, the cache for one, which processes of later tests would inherit."""
+    """A benchmark that a test runs here sets variables (the cache, for one), which processes of later tests would inherit."""
     before = dict(os.environ)
     yield
     for name in (before.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}:

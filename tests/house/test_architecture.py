@@ -18,7 +18,7 @@ ROOMS = [name for name, is_room, _ in TABLE if is_room]
 GROUND = [name for name, is_room, _ in TABLE if not is_room]
 FRONTS = ("config", "data", "training", "runtime")
 INSIDE = {"config": ("loading", "messages", "reference"), "training": ("step",)}
-"""Modules of a room with a front that others may import all the same: a front with them would load more than they need."""
+"""Modules of a room with a front that others may import directly: a front with them would load more than they need."""
 MODULES = sorted(SOURCE.rglob("*.py"))
 PARTS_OF_RUNTIME = re.findall(
     r"^    (\w+)/ ", ast.get_docstring(ast.parse((SOURCE / "runtime/__init__.py").read_text())) or "", re.M
@@ -31,7 +31,7 @@ def room(file: Path) -> str:
 
 
 def height(name: str) -> int:
-    """Number of rooms from this one down to the ground, for a room above it."""
+    """Height of a room above the ground."""
     return len(ROOMS) - ROOMS.index(name) if name in ROOMS else 0
 
 
@@ -50,7 +50,7 @@ def imports(file: Path) -> list[tuple[str, bool]]:
     return found
 
 
-def test_the_table_of_rooms_is_that_of_the_folders_with_the_words_of_their_docstrings() -> None:
+def test_the_table_of_rooms_matches_the_folders_and_their_docstrings() -> None:
     assert {room(file) for file in MODULES} - {"__init__"} == {*ROOMS, *GROUND}
     assert len(list(SOURCE.glob("[a-z_]*"))) - (SOURCE / "__pycache__").exists() <= 25
     for name, is_room, line in TABLE:
@@ -88,7 +88,7 @@ def test_every_file_of_a_room_has_a_line_in_its_docstring() -> None:
 
 
 def test_the_ground_loads_no_library_of_models() -> None:
-    """So --help, a misspelt key and a reader of a stream need a blink."""
+    """This keeps --help, a misspelt key and a reader of a stream fast."""
     names = [*(f"acc_lm.{name}" for name in GROUND), "acc_lm.config.loading", "acc_lm.rows.stream_reader"]
     code = f"import sys; import {', '.join(names)}; print({{'torch', 'transformers', 'accelerate', 'datasets'}} & set(sys.modules))"
     path = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
@@ -170,7 +170,7 @@ def test_the_files_of_a_run_are_named_in_one_place() -> None:
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_inside_of_a_room_with_a_front_is_imported_by_itself_only(front: str) -> None:
-    """Other rooms get what the front lists: so the name of a strategy, for one, cannot leave through a side door."""
+    """Other rooms get only what the front lists, so that the name of a strategy, for one, cannot leak past it."""
     allowed = {f"acc_lm.{front}.{name}" for name in INSIDE.get(front, ())}
     for file in [*MODULES, ROOT / "train.py"]:
         if not file.is_relative_to(SOURCE / front):
@@ -226,13 +226,13 @@ def test_nothing_is_executed_that_came_from_a_file(file: Path) -> None:
                 assert given.get(name) != "True", f"{called}({name}=True)"
             if called.endswith("YAML"):
                 assert given["typ"] == "'safe'"
-            # Left out, it would mean a question on the terminal.
+            # If it is left out, the library asks on the terminal.
             if called.startswith("Auto") and called.endswith(("from_pretrained", "from_config")):
                 assert given["trust_remote_code"] == "False" or given["trust_remote_code"].endswith("trust_remote_code")
     assert not {name.split(".")[0] for name, _ in imports(file)} & {"pickle", "dill", "joblib", "shelve", "marshal"}
 
 
-def test_train_reads_in_one_sitting() -> None:
+def test_train_can_be_read_in_one_sitting() -> None:
     text = (ROOT / "train.py").read_text()
     lengths = {n.name: n.end_lineno - n.lineno + 1 for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}  # type: ignore[operator]
     assert set(lengths) == {"train", "build", "fit", "main"}
@@ -245,7 +245,7 @@ def test_the_formatter_has_no_exceptions() -> None:
 
 
 @pytest.mark.parametrize("file", [*MODULES, ROOT / "train.py"], ids=lambda file: file.name)
-def test_only_the_rooms_of_rows_and_data_ask_what_kind_rows_are(file: Path) -> None:
+def test_only_the_rooms_rows_and_data_check_what_kind_rows_are(file: Path) -> None:
     """Others use the contract of `rows.batch`."""
     if file.is_relative_to(SOURCE) and room(file) in ("rows", "data"):
         return

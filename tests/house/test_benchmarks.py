@@ -1,4 +1,4 @@
-"""The benchmarks run, compare only what computes the same, and void what a noisy machine measured. No time is asserted here."""
+"""Benchmarks: they run, compare only equal computations, and void what a noisy machine measured. No time is asserted here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_small_suite_runs_and_its_page_says_what_was_measured(
     assert ("**Void**" in page) == result["void"]
 
 
-def test_who_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, tmp_path: Path) -> None:
+def test_a_peer_that_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, tmp_path: Path) -> None:
     def other_rate() -> None:
         contenders.LEARNING_RATE = 2e-3
         contenders.bare(job)
@@ -83,7 +83,7 @@ def test_who_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, t
     assert len(lines) == 3
 
 
-def test_when_the_time_is_up_nothing_starts_and_the_finished_rounds_count(
+def test_when_the_time_is_up_no_race_or_round_begins_and_results_so_far_count(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = {"tuned": lambda: contenders.bare(job)}
@@ -91,7 +91,7 @@ def test_when_the_time_is_up_nothing_starts_and_the_finished_rounds_count(
     assert late.samples == {}
     assert late.failed["bare loop"] == ring.NOT_REACHED
 
-    class Clock:  # each look at it takes a second
+    class Clock:  # each call takes a second
         now = 0.0
 
         def monotonic(self) -> float:
@@ -112,7 +112,7 @@ def test_when_the_time_is_up_nothing_starts_and_the_finished_rounds_count(
     assert lines[0].endswith("rounds of 30: the time was up")
 
 
-def test_a_command_of_the_gpu_suite_without_time_says_what_it_did_not_reach(tmp_path: Path) -> None:
+def test_a_command_of_the_gpu_suite_without_time_lists_what_it_did_not_reach(tmp_path: Path) -> None:
     file = gpu.command("llama", gpu.TOY, tmp_path, seconds=0)
     result = json.loads(file.read_text())
     assert result["figures"] == []
@@ -121,8 +121,8 @@ def test_a_command_of_the_gpu_suite_without_time_says_what_it_did_not_reach(tmp_
     assert f"bare loop at 8 (llama, failed): {ring.NOT_REACHED}" in (tmp_path / "page.md").read_text()
 
 
-def test_every_technique_that_a_rung_adds_can_be_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`without` and the ladder know the same ones, and what is taken away is really gone."""
+def test_every_technique_that_a_rung_adds_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`without` and the ladder know the same techniques, and a removed one is really gone."""
     import gc
 
     from acc_lm.modeling import losses
@@ -140,7 +140,7 @@ def test_every_technique_that_a_rung_adds_can_be_taken_away(monkeypatch: pytest.
     assert math.prod(len(name) > 0 for name in gpu.LADDER)
 
 
-def test_ours_is_train_py_itself_with_the_batches_of_all(job: Job, tmp_path: Path) -> None:
+def test_ours_is_train_py_itself_with_the_batches_of_all_peers(job: Job, tmp_path: Path) -> None:
     found = race(job, tmp_path, {"ours": lambda: contenders.ours(job), "bf16": lambda: contenders.ours(job, "training.mixed_precision=bf16")},
                  tolerances={"bf16": ring.TOLERANCE["bf16"]})  # fmt: skip
     assert found.failed == {}
@@ -151,7 +151,7 @@ def test_ours_is_train_py_itself_with_the_batches_of_all(job: Job, tmp_path: Pat
     assert log.startswith("strategy      single, 1 process"), "train.py says what it runs"
 
 
-def test_a_run_in_which_ours_is_not_as_fast_as_ours_is_void() -> None:
+def test_a_run_whose_two_copies_of_ours_differ_in_speed_is_void() -> None:
     def timed(a: list[float], b: list[float]) -> ring.Race:
         return ring.Race({"ours": [{"cpu": s} for s in a], "ours again": [{"cpu": s} for s in b]}, {}, {}, {})
 
@@ -200,7 +200,7 @@ def test_the_page_shows_the_newest_complete_run_and_a_void_one_only_alone(tmp_pa
 
 
 @pytest.mark.parametrize("void_again", [False, True])
-def test_a_race_whose_control_failed_is_repeated_with_all_contenders(void_again: bool, tmp_path: Path) -> None:
+def test_a_race_whose_control_failed_is_run_again_alongside_the_others(void_again: bool, tmp_path: Path) -> None:
     def row(id: str, median: float) -> dict[str, Any]:
         return {"id": id, "median": median}
 

@@ -1,4 +1,4 @@
-"""Prose uses the field's words: docstrings, comments, messages, names, pages, and the comments of recipes and configs."""
+"""Docstrings and comments: subject first, in the field's words; the rules that a test can check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = [
     *sorted((ROOT / "accelerate_configs").iterdir()),
 ]
 FIRST = re.compile(r"(What|Of|Who|Whoever|That|Where|How|Whether)\b")
-"""No first word of a docstring, which begins with the thing or with an imperative verb."""
+"""First words that a docstring must not have: it begins with the thing or with an imperative verb."""
 REPLACED = {
     "behind": "after, or lagging", "beside": "next to, alongside, compared with", "told": "reported, printed", "tells": "reports, prints",
     "goes on": "continues, resumes", "go on": "continue, resume", "going on": "continuing", "passed over": "skipped",

@@ -1,4 +1,4 @@
-"""Arbitrary input: a few hundred of the inputs that `make fuzz` tries for MINUTES."""
+"""Arbitrary input: a few hundred of the cases that `make fuzz` tries for as long as requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = {"recipes run": 6, "files of a run": 12, "files of text": 60, "recipe
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_whatever_comes_is_used_as_it_was_meant_or_refused(name: str) -> None:
+def test_any_input_is_used_as_intended_or_refused(name: str) -> None:
     """The same inputs in every run of the tests."""
     checked, seen = PROPERTIES[name], Counter[str]()
 

@@ -1,4 +1,4 @@
-"""Everything that README and docs name is there, and their commands are ones that this version takes."""
+"""Everything that README and docs name exists, and this version accepts their commands."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "slurm/README.md"], ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for verb in (verb for verbs in cli.VERBS.values() for verb in verbs):
         module = importlib.import_module(f"acc_lm.cli.{verb.replace('-', '_')}")
-        monkeypatch.setattr(module, "run", lambda known: 0)  # everything is done but the work
+        monkeypatch.setattr(module, "run", lambda known: 0)  # everything is done except the work
     monkeypatch.chdir(ROOT)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in commands(page):
@@ -67,7 +67,7 @@ def test_the_commands_of_a_page_are_taken(page: Path, monkeypatch: pytest.Monkey
 
 
 def take_launcher(words: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher with its options, as its own parser takes them, and what it starts with the arguments for that."""
+    """Check the launcher's options with its own parser, and what it starts with the arguments for that."""
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
@@ -108,7 +108,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_shown_output_is_of_this_quickstart() -> None:
+def test_the_shown_output_comes_from_this_quickstart() -> None:
     shown = re.search(r"<!-- quickstart.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown, "run `make readme`"
     config = load_config(ROOT / "recipes/quickstart.yaml")

@@ -1,4 +1,4 @@
-"""Foreign files are read and never run, nothing leaves the run's folder, and secrets stay unseen."""
+"""Input from elsewhere is read and never run, a run stays inside its folder, and secrets stay hidden."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PICKLED = (
 
 
 class Payload:
-    """Unpickling it, as pickle or as torch does, creates the file PWNED."""
+    """A payload: code that unpickles it, as pickle or as torch does, creates the file PWNED."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "PWNED"
@@ -89,7 +89,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- nothing is executed -------------------------------------------------------------------------------------------
 
 
-def test_what_is_planted_in_a_checkpoint_never_runs(run: Path, tiny: list[str], payload: Payload) -> None:
+def test_code_planted_in_a_checkpoint_never_runs(run: Path, tiny: list[str], payload: Payload) -> None:
     pickle.loads(pickle.dumps(payload)).close()
     assert payload.file.exists(), "the payload must work, else nothing is shown"
     payload.file.unlink()
@@ -100,7 +100,9 @@ def test_what_is_planted_in_a_checkpoint_never_runs(run: Path, tiny: list[str], 
     assert not payload.file.exists()
 
 
-def test_a_checkpoint_with_pickled_tensors_is_skipped_and_named(run: Path, tiny: list[str], payload: Payload) -> None:
+def test_a_checkpoint_whose_tensors_are_pickled_is_named_and_skipped(
+    run: Path, tiny: list[str], payload: Payload
+) -> None:
     folder = run / "checkpoints/step-00000004"
     (file,) = folder.glob("tensors-*")
     torch.save(payload, file)
@@ -113,7 +115,7 @@ def test_a_checkpoint_with_pickled_tensors_is_skipped_and_named(run: Path, tiny:
     assert not payload.file.exists()
 
 
-def test_what_is_planted_among_the_token_rows_never_runs(tiny: list[str], tmp_path: Path, payload: Payload) -> None:
+def test_code_planted_among_the_token_rows_never_runs(tiny: list[str], tmp_path: Path, payload: Payload) -> None:
     arguments = [*tiny, f"data.cache_dir={tmp_path / 'rows'}", "training.max_steps=2"]
     run_training([*arguments, f"output_dir={tmp_path / 'before'}"])
     (folder,) = (path for path in (tmp_path / "rows").iterdir() if path.is_dir())
@@ -132,7 +134,7 @@ def test_what_is_planted_among_the_token_rows_never_runs(tiny: list[str], tmp_pa
     assert not payload.file.exists()
 
 
-def test_what_is_planted_in_a_model_folder_never_runs(
+def test_code_planted_in_a_model_folder_never_runs(
     finished_run: Path, tiny: list[str], tmp_path: Path, payload: Payload
 ) -> None:
     model = Path(shutil.copytree(finished_run / "final", tmp_path / "model"))
@@ -146,7 +148,7 @@ def test_what_is_planted_in_a_model_folder_never_runs(
 
 
 def with_code(folder: Path, payload: Payload) -> None:
-    """A model type of its own, whose classes are in the folder."""
+    """A custom model type, whose classes are in the folder."""
     rewrite(
         folder / "config.json",
         model_type="strange",
@@ -195,7 +197,7 @@ UNTRUSTED: dict[Callable[[Path, Payload], None], tuple[int, str]] = {
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["stdin closed", "at a terminal"])
 @pytest.mark.parametrize("change", UNTRUSTED, ids=lambda change: change.__name__)
-def test_no_code_of_a_model_folder_runs_and_nothing_is_prompted(
+def test_no_code_of_a_model_folder_runs_and_no_question_is_asked(
     change: Callable[[Path, Payload], None],
     terminal: bool,
     finished_run: Path,
@@ -213,7 +215,7 @@ def test_no_code_of_a_model_folder_runs_and_nothing_is_prompted(
         "export.sample_tokens=2",
     ]  # fmt: skip
     ours, theirs = pty.openpty()
-    os.write(ours, b"y\nyes\n")  # a prompt would have been answered
+    os.write(ours, b"y\nyes\n")  # a question would have been answered
 
     def train_there() -> int:
         import train
@@ -241,7 +243,7 @@ def test_no_code_of_a_model_folder_runs_and_nothing_is_prompted(
 def test_code_of_a_model_folder_runs_with_its_flag(
     finished_run: Path, tiny: list[str], tmp_path: Path, payload: Payload
 ) -> None:
-    """The other way around: the folder that was refused above does bring code that would run."""
+    """The converse: the folder that was refused above does contain code that would run."""
     model = Path(shutil.copytree(finished_run / "final", tmp_path / "model"))
     (model / "code.py").write_text(f"open({str(payload.file)!r}, 'w')\n")
     with_code(model, payload)
@@ -279,9 +281,9 @@ def test_a_data_set_with_a_script_is_refused(tiny: list[str], tmp_path: Path, pa
 
 
 def test_the_oldest_libraries_allowed_have_no_known_hole() -> None:
-    """Places where a foreign file or template could run code or leave its folder, and the first version without that."""
+    """Holes through which a file or a template from elsewhere could run code or leave its folder; first version without each."""
     mended = {
-        "torch": "2.10",  # weights_only=True could be got around
+        "torch": "2.10",  # weights_only=True could be circumvented
         "pyarrow": "14.0.1",  # extension types were unpickled from Arrow and Parquet files
         "jinja2": "3.1.6",  # chat templates could leave the sandbox
         "tqdm": "4.66.3",
@@ -372,7 +374,7 @@ def test_a_manifest_that_points_outside_is_no_checkpoint(name: str, run: Path, t
 
 
 def test_a_run_touches_nothing_outside_its_folder(run: Path, tiny: list[str], tmp_path: Path) -> None:
-    """Links to complete checkpoints: skipped when newest, and rotation removes the link only."""
+    """Complete checkpoints replaced by links: skipped when newest, and rotation removes the link only."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for name in ("step-00000002", "step-00000004"):
@@ -422,7 +424,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_strange_place_or_name_is_one_line(name: str, tiny: list[str], tmp_path: Path) -> None:
+def test_a_strange_path_or_name_is_one_line(name: str, tiny: list[str], tmp_path: Path) -> None:
     arguments, code, says = PLACES[name]
     arguments = [*tiny, *(argument.replace("BASE", str(tmp_path)) for argument in arguments)]
     if code == 2 and "long" not in name:
@@ -436,15 +438,15 @@ def test_a_strange_place_or_name_is_one_line(name: str, tiny: list[str], tmp_pat
     assert "Traceback" not in finished.output
 
 
-def test_places_are_written_out(tiny: list[str], tmp_path: Path) -> None:
-    """The home folder, the way up, and a name that a picture's title could take for a formula."""
+def test_paths_are_expanded(tiny: list[str], tmp_path: Path) -> None:
+    """The home folder, `..`, and a name that a picture's title could take for a formula."""
     arguments = [*tiny, "output_dir=~/runs/nothing/../costs $\\foo$ 5", "training.max_steps=2"]
     run_training(arguments, environment={"HOME": str(tmp_path)})
     assert (tmp_path / "runs/costs $\\foo$ 5/summary.json").is_file()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["costs $\\foo$ 5"]
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+def test_an_endless_line_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "fine"}\n')
     os.truncate(file, 800_000_000)
@@ -460,7 +462,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path
     assert kilobytes < 400_000
 
 
-def test_a_csv_field_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_csv_field_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     file = tmp_path / "x.csv"
     file.write_text(f"text\nfine\n{'x' * 1001}\n")
@@ -543,7 +545,7 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
     assert [name for name, content in contents(tmp_path).items() if CANARY.encode() in content] == []
 
 
-def test_an_error_that_holds_a_secret_is_printed_without_it(
+def test_an_error_that_contains_a_secret_is_printed_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from acc_lm.run_files.summary import write_failure
@@ -573,7 +575,7 @@ def test_an_error_that_holds_a_secret_is_printed_without_it(
         ("tokens: 12; the end token must be one; mail a@b.c of https://host/x", None),
     ],
 )
-def test_what_looks_like_a_secret_is_hidden_and_nothing_else(text: str, shown: str | None) -> None:
+def test_only_what_looks_like_a_secret_is_hidden(text: str, shown: str | None) -> None:
     assert redact(text) == (text if shown is None else shown)
 
 
@@ -591,7 +593,7 @@ def test_terminal_escapes_are_spelt_out(tiny: list[str], tmp_path: Path, monkeyp
     assert not set(finished.output) & set("\x1b\x07\x9b\u202e")
 
 
-def test_a_list_of_checkpoints_shows_what_they_say_as_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_of_checkpoints_shows_their_content_as_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older, newer = (run / "checkpoints" / name for name in ("step-00000002", "step-00000004"))
     rewrite(older / "state.json", mixed_precision="\x1b[2J", eval_loss="\x1b[2J")
     (older / "away").symlink_to("nowhere")

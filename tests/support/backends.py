@@ -63,7 +63,7 @@ class Scenario:
 
 @dataclass
 class Curve:
-    """One training run, as the main process saw it."""
+    """One training, as the main process saw it."""
 
     strategy: str
     engine: str
@@ -75,12 +75,12 @@ class Curve:
     start: str
     """Digest of the weights before the first step."""
     end: str
-    """And after the last."""
+    """Digest of the weights after the last step."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 class RaggedRows(torch.utils.data.Dataset):
-    """Rows with very different numbers of targets; some have none."""
+    """Rows with very different numbers of targets; some have no target."""
 
     sequence_length, packs, padded_lengths = LENGTH, False, None
 
@@ -220,7 +220,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
 
 
 def digest(accelerator: Any, model: Any, optimizer: Any) -> str:
-    """Checksums of the unsharded weights, in full precision, however they are sharded."""
+    """Digest of the full weights, in full precision, however they are sharded."""
     import hashlib
 
     from acc_lm.export.export import whole_weights
@@ -233,7 +233,7 @@ def digest(accelerator: Any, model: Any, optimizer: Any) -> str:
 
 
 def _forget(accelerator: Any) -> None:
-    """Let the next training of this process have an Accelerator of its own; the process group stays."""
+    """Let the next training of this process have its own Accelerator; the process group stays."""
     from accelerate.state import AcceleratorState, GradientState
 
     accelerator.wait_for_everyone()
@@ -243,7 +243,7 @@ def _forget(accelerator: Any) -> None:
 
 
 class Faults:
-    """The mistakes that the parity tests must see, planted on purpose."""
+    """Mistakes that the parity tests must detect, planted on purpose."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name

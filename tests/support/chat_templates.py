@@ -65,7 +65,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# The system turn stands in the last user turn, so every turn sees another beginning.
+# The system turn is inside the last user turn, so every turn sees another beginning.
 MISTRAL = """\
 {{- bos_token }}
 {%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
@@ -132,7 +132,7 @@ ZEPHYR = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
 
-# Thoughts are kept only after the last question.
+# Thoughts stay only after the last question.
 QWEN3 = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n# Tools\\n' + tools | tojson + '<|im_end|>\\n' }}

@@ -88,7 +88,7 @@ RECIPE = [
     "checkpoint.every=3", "schedule.warmup_steps=2", "export.sample_tokens=0", "tracking.report_to=[]",
 ]  # fmt: skip
 FIRST_STEP = 2
-"""From here on everything exists; the step before may wait."""
+"""From this step on everything exists; the step before may wait."""
 PHASE = {"now": ""}
 SEEN: Counter[str] = Counter()
 
@@ -101,7 +101,7 @@ def note(what: str) -> None:
 
 
 class Watcher(TorchDispatchMode):
-    """Notes where the host waits or copies badly, and gives a scalar that it reads a value."""
+    """Recorder of places where the host waits or copies badly; gives a scalar the value that is read from it."""
 
     supports_higher_order_operators = True
 
@@ -266,7 +266,7 @@ def move(model: torch.nn.Module, mode: Any) -> None:
 
 
 def main(overrides: list[str]) -> int:
-    # Before anything is pretended: while they are imported these libraries look at what CUDA has.
+    # First, before anything is pretended: these libraries check CUDA while they are imported.
     import peft  # noqa: F401
     import torch._dynamo
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -1,4 +1,4 @@
-"""Arguments that DDP, DeepSpeed and the process group would get on GPUs, without one: each is replaced by a recorder of its arguments.
+"""Arguments that DDP, DeepSpeed and the process group would get on GPUs, without one: each is replaced by something that writes them down.
 
     python tests/support/fake_engines.py RECIPE_JSON        in the environment of a launch; prints JSON
 
@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 
 class Handed(Exception):
-    """Everything that is asked for was handed over; the engine itself needs a GPU."""
+    """Signal that all arguments were handed over; the engine itself needs a GPU."""
 
 
 def main(recipe: dict[str, Any]) -> None:
-    # Before anything is pretended: while they are imported these libraries look at what CUDA has.
+    # First, before anything is pretended: these libraries check CUDA while they are imported.
     import deepspeed
     import peft  # noqa: F401
     import torch._dynamo

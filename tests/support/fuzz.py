@@ -1,4 +1,4 @@
-"""Arbitrary input, by the hundred thousand: each property takes one and returns what became of it, or raises.
+"""Arbitrary input, by the hundred thousand: each property takes one and returns the outcome, or raises.
 
 `test_fuzz.py` tries a few hundred in every run of the tests, `make fuzz` as many as fit into its minutes.
 """
@@ -43,19 +43,19 @@ from acc_lm.text.files import RECORD_SUFFIXES
 
 @dataclass(frozen=True)
 class Property:
-    """Property that must hold for any input."""
+    """A statement that must hold for any input."""
 
     inputs: SearchStrategy[Any]
     check: Callable[[Any], str]
-    """Returns what became of an input in a word; raises where that must not be."""
+    """Outcome of an input in one word; raises where it must not happen."""
     outcomes: tuple[str, ...]
-    """Each must come about, or nothing has been shown."""
+    """Outcomes that must each occur, or nothing has been shown."""
     starts_processes: bool = False
-    """An input takes a second, so that one which fails is not made smaller."""
+    """An input takes a second, so a failing one is not shrunk."""
 
 
 def refusal(error: UserError, code: int, begins: tuple[str, ...] = ("",)) -> str:
-    """The word for an error that is as it must be: lines that say something, with the exit code of their kind and a place."""
+    """One word for a proper error: lines that say something, with the exit code of their kind and a place."""
     assert str(error).startswith(begins), error
     assert error.exit_code == code, f"exit code {error.exit_code}: {error}"
     assert error.problems
@@ -138,14 +138,14 @@ def _with_value(text: str, key: str, value: Any) -> str:
         here = here[section]
     here[name] = value
     written = io.StringIO()
-    with contextlib.suppress(Exception):  # what YAML cannot write is in no file
+    with contextlib.suppress(Exception):  # YAML cannot write it, so it is in no file
         YAML(typ="safe", pure=True).dump(values, written)
         return written.getvalue()
     return text
 
 
 def read_recipe(case: tuple[str, list[str]]) -> str:
-    """A recipe is read and written back to the same one, or refused."""
+    """Read a recipe and write it back as the same one, or refuse it."""
     text, overrides = case
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recipe.yaml")
@@ -174,7 +174,7 @@ def tiny_recipe() -> Path:
 
 
 PLACES = ("output_dir", "data.files", "data.cache_dir", "tracking.report_to")
-"""Settings that would write elsewhere, or use a network."""
+"""Keys that would write elsewhere, or use a network."""
 MODERATE = (
     st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.sampled_from(["x", "", "fp16", "1e-3", "*"])
 )
@@ -206,7 +206,7 @@ CODES = {0, 2, 3, 4, 5, 6, 7, 8, 9, 70, 75}
 
 
 def check_end(finished: Finished) -> None:
-    """A code that is documented, and lines in place of a traceback."""
+    """Require a documented code, and lines in place of a traceback."""
     assert finished.code in CODES, finished.output
     assert "Traceback" not in finished.output, finished.output
     assert finished.code in (0, 75) or finished.errors, finished.output
@@ -277,7 +277,7 @@ def conversations(draw: st.DrawFn) -> tuple[str, Any]:
 
 
 def trained_as_rendered(case: tuple[str, Any]) -> str:
-    """Trained text equals the library's rendering of the record, byte for byte; or the record is refused by its place."""
+    """Trained text equals what the library renders of the record, byte for byte; or the record is refused by its place."""
     name, record = case
     tokenizer = tokenizer_of("byte", name)
     template = load_template(tokenizer)
@@ -335,7 +335,7 @@ DAMAGES: dict[str, Callable[[bytes, int, bytes], bytes]] = {
 
 @st.composite
 def text_files(draw: st.DrawFn) -> tuple[str, list[str], str, int, bytes]:
-    """Suffix, documents, damage, where it is, as a share of a thousand, and what is put there."""
+    """Suffix, documents, damage, its position as a share of a thousand, and what is put there."""
     suffix = draw(st.sampled_from([".txt", *RECORD_SUFFIXES, ".JSONL", ".md"]))
     documents = draw(st.lists(DOCUMENT, min_size=2, max_size=6, unique=True))
     damage = draw(st.sampled_from(["none", *DAMAGES]))
@@ -447,7 +447,7 @@ def stopped_run() -> tuple[Path, Path, bytes]:
 
 @st.composite
 def damaged_runs(draw: st.DrawFn) -> tuple[bool, list[tuple[str, str, int, bytes]], str]:
-    """Damages by file to a complete or a stopped run, and the command that follows."""
+    """A complete or a stopped run, damages by file, and what is then done with it."""
     is_whole = draw(st.booleans())
     stopped, whole, _ = stopped_run()
     folder = whole if is_whole else stopped
@@ -489,7 +489,7 @@ def damage_file(file: Path, how: str, share: int, new: bytes, other: Path) -> No
 
 
 def use_damaged_run(case: tuple[bool, list[tuple[str, str, int, bytes]], str]) -> str:
-    """It ends with the weights of a run that was never touched, or says what is wrong."""
+    """A damaged run ends with the weights of an undamaged one, or says what is wrong."""
     is_whole, damages, verb = case
     stopped, whole, weights = stopped_run()
     with tempfile.TemporaryDirectory(prefix="acc-lm-fuzz-") as folder:
@@ -497,7 +497,7 @@ def use_damaged_run(case: tuple[bool, list[tuple[str, str, int, bytes]], str]) -
         shutil.copytree((whole if is_whole else stopped) / "run", run, symlinks=True)
         shutil.copytree(
             whole / "run", Path(folder, "other/run"), symlinks=True
-        )  # one damage may link to it, and another go through
+        )  # one damage may link to it, and another write through the link
         for name, how, share, new in damages:
             damage_file(Path(folder, name), how, share, new, Path(folder, "other", name))
         if verb in ("train", "eval"):
@@ -515,7 +515,7 @@ def use_damaged_run(case: tuple[bool, list[tuple[str, str, int, bytes]], str]) -
 
 
 def _same_weights(file: Path, weights: bytes, damages: list[Any]) -> bool:
-    """A run that was complete is left as it is, with what was damaged in its own final/."""
+    """A complete run is left as it is, with what was damaged in its own final/."""
     if any("final" in name for name, *_ in damages) or any(name == "run" for name, *_ in damages):
         return True
     return file.read_bytes() == weights

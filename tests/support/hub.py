@@ -32,7 +32,7 @@ VOCABULARY = {"openai-community/gpt2": 50257, "HuggingFaceTB/SmolLM2-1.7B": 4915
 TINY = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
         "max_position_embeddings": 256, "vocab_size": 512}  # fmt: skip
 FAMILY = {"HuggingFaceTB": "", "openai-community": "", "meta-llama": "llama3", "Qwen": "qwen3"}
-"""Whose chat template and tokens (tests/support/chat_templates.py); a base model's tokenizer has the tokens without the template."""
+"""Family of the chat template and tokens (tests/support/chat_templates.py); a base model's tokenizer has the tokens without the template."""
 
 
 def make_hub(folder: Path, words: list[str]) -> Path:

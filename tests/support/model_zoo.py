@@ -29,7 +29,7 @@ TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LENGTH = 24
 
 SIZES: dict[str, Any] = {}
-"""By the names that config classes give them."""
+"""Sizes by the names that config classes give them."""
 for size, names in {
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
        "num_attention_heads n_head num_heads n_heads decoder_attention_heads encoder_attention_heads num_key_value_heads "
@@ -80,7 +80,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "fuyu": {"text_config": {"model_type": "persimmon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}},
     "mimo_v2_flash": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 16},
 }  # fmt: skip
-"""Overrides for types whose sizes do not fit together."""
+"""Other sizes for types where those do not fit together."""
 
 FLOAT32 = ("inkling2_text", "xglm", "xlnet")
 """Types that transformers does not run in float64."""
@@ -88,7 +88,7 @@ FLOAT32 = ("inkling2_text", "xglm", "xlnet")
 
 @dataclass
 class Found:
-    """Outcome for a model type."""
+    """Result for a type here."""
 
     model_type: str
     outcome: str
@@ -101,7 +101,7 @@ class Found:
     packs: bool = False
     adapters: bool = False
     wrong: str = ""
-    """Difference from transformers; empty if there is none."""
+    """Difference from transformers; empty if it is correct."""
 
 
 def tiny_fields(config_class: Any) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def look_at(model_type: str) -> Found:
 
 
 def packing(config: ModelConfig, tokenizer: Any, reference: Any) -> tuple[bool, str]:
-    """Support for rows of several documents, and the difference of their loss from each document alone in transformers."""
+    """Accepted or not, with rows of several documents, and how their loss differs from that of each document alone in transformers."""
     try:
         model, _ = build_model(config, tokenizer, LENGTH, 0, packs=True)
     except ConfigError:
@@ -183,7 +183,7 @@ def packing(config: ModelConfig, tokenizer: Any, reference: Any) -> tuple[bool, 
 
 
 def difference(model: Any, reference: Any, facts: Any, other: Callable[[], Any]) -> str:
-    """Difference of loss and gradients from transformers' own forward; empty if there is none.
+    """Difference of loss and gradients from those of transformers' own forward; empty if there is none.
 
     Args:
         other: makes the reference with another of transformers' own kinds of attention. Where the architecture makes rounding larger,
@@ -220,7 +220,7 @@ def _own_loss(reference: Any, batch: dict[str, Tensor], facts: Any) -> Tensor:
 
 
 def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest difference over all gradients, relative to the largest element of each, and its parameter."""
+    """Largest difference of all gradients, relative to the largest element of each, and whose it is."""
     largest_of_all = max(float(gradient.abs().max()) for gradient in expected.values())
     # Some are 0 on paper, such as that of a key's bias: what rounding leaves of them is compared with the others.
     return max(
@@ -230,7 +230,7 @@ def _largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def untrue(config: ModelConfig, tokenizer: Any, reason: str) -> str:
-    """Evidence from transformers against the reason of a refusal; empty if it confirms it."""
+    """Evidence from transformers against the reason of a refusal; empty if transformers confirms it."""
     try:
         model = AutoModelForCausalLM.from_config(
             scratch_config(config, tokenizer)

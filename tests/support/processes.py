@@ -27,7 +27,7 @@ from accelerate.state import AcceleratorState, GradientState
 from acc_lm import errors
 
 ROOT = Path(__file__).parent.parent.parent
-# Read before conftest.py gives the tests a cache of their own: a minute of compiling is not to be done in every test run.
+# Read before conftest.py gives the tests their own cache: a minute of compiling must not be repeated in every test run.
 KEPT_CACHE = Path(os.environ.get("ACC_LM_CACHE") or Path.home() / ".cache" / "acc-lm-tests").expanduser()
 GRACE_SECONDS = 20
 UNFREEZE = gc.unfreeze
@@ -37,7 +37,7 @@ LAUNCH_VARIABLES = re.compile(
 
 
 def build_extensions_once(needs_nvme: bool) -> None:
-    """DeepSpeed's C++ extensions, before processes with a time limit wait for them; one test worker builds, others wait."""
+    """Build DeepSpeed's C++ extensions before processes with a time limit wait for them; one test worker builds, others wait."""
     from acc_lm.runtime.settings.extensions import extensions_folder
 
     folder = KEPT_CACHE / "torch_extensions" / extensions_folder().name
@@ -104,12 +104,12 @@ class Launch:
         self, function: Callable[[], int | None], rank: int, world: int, port: int, environment: dict[str, str]
     ) -> None:
         code = 1
-        gc.freeze()  # what was inherited is looked at by no collection, not at the end of a run either: looking copies its memory
+        gc.freeze()  # no collection looks at what was inherited, not at the end of a run either: looking copies its memory
         gc.unfreeze = lambda: None
-        # What a launcher starts has no Accelerator yet, whatever a test that ran in this process has built.
+        # A process started by a launcher has no Accelerator yet, whatever a test that ran in this process has built.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        # torch makes the pool of threads of a forked process anew when it is first asked for, as set_num_threads does. Asked
+        # torch makes the thread pool of a forked process again when it is first used, as set_num_threads does. Asked
         # by several threads of a backward pass at once, it can find none and abort.
         torch.set_num_threads(torch.get_num_threads())
         try:
@@ -173,7 +173,7 @@ class Launch:
 
 
 def start_training(arguments: list[str], num_processes: int = 1, environment: dict[str, str] | None = None) -> Launch:
-    """`train.py` with these arguments, as its processes would run it."""
+    """Start `train.py` with these arguments, as its processes would run it."""
 
     def function() -> int:
         import train
@@ -223,7 +223,7 @@ def launcher_environment(
 ) -> dict[str, str]:
     """The environment that `accelerate launch` would give the processes that `Launch` forks: give it as `environment`.
 
-    Accelerate's own functions make it. RANK and its kin, threads and the search path are left to `Launch`; port 0 is any
+    Accelerate's own functions make it. RANK and the like, threads and the search path are left to `Launch`; port 0 is any
     free one.
     """
     values = {
