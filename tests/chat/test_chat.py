@@ -47,7 +47,7 @@ MARKERS = " ".join(
 
 
 def turns(*contents: str | dict[str, Any], system: str | None = None) -> list[dict[str, Any]]:
-    """user, assistant, user, ... ; a dict stands for itself."""
+    """Alternating turns: user, assistant, user, ... ; a dict is used as it is."""
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": "system", "content": system}] if system is not None else []
     for content in contents:
@@ -138,7 +138,7 @@ def runs_of(item: Item) -> list[tuple[int, int]]:
 
 
 def expected_turn(family: Family, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, number: int) -> str:
-    """Text of this turn that the fixture's tags mark as the assistant's."""
+    """Text that the tags in the fixture mark as written by the assistant in this turn."""
     so_far = [list(conversation.messages[: number + 1])]
     tools, names = list(conversation.tools or ()) or None, tokenizer.special_tokens_map
     (text,), (spans,) = render_jinja_template(
@@ -163,7 +163,7 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, conversation: Conversa
 
 # --- targets -------------------------------------------------------------------------------------------------------
 
-REFUSED = {  # what the fixtures themselves refuse, with the line on which they do
+REFUSED = {  # conversations that the fixtures themselves refuse, with the line of the error
     ("llama2", "tool turns"): ":4 must write the conversation, got: there are no tools",
     ("gemma", "a system turn"): ":3 must write the conversation, got: there is no system turn",
     ("gemma", "a system turn before three"): ":3 must write the conversation, got: there is no system turn",
@@ -178,7 +178,7 @@ DROPPED = {("zephyr", "tool turns"), ("deepseek", "thoughts")} | {
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "metaspace"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_targets_are_the_assistants_text_after_the_generation_prompt(name: str, kind: str) -> None:
+def test_targets_are_what_the_assistant_writes_after_what_generation_sees(name: str, kind: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(kind, name)
     template = load_template(tokenizer)
     for what, record in CONVERSATIONS.items():
@@ -239,14 +239,14 @@ def test_a_token_across_the_start_of_an_answer_does_not_change_what_generation_s
     assert len(two) == 1  # the prompt's line break and the answer's would be this token
     (item,) = items_of({"messages": turns("a", "\n\nb")}, tokenizer)
     assert two[0] not in item.ids
-    # Once the answer is part of a prompt they are, so the next turn is an item of its own.
+    # Once the answer is part of a prompt they are, so the next turn becomes a separate item.
     first, second = items_of({"messages": turns("a", "\n\nb", "c", "d")}, tokenizer)
     assert first == item
     assert two[0] in second.ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_question_is_formatted_as_the_library_formats_it(name: str) -> None:
+def test_a_prompt_is_rendered_as_the_library_renders_it(name: str) -> None:
     tokenizer = tokenizer_of("byte", name)
     ids, end = question_ids("what? <not special>", tokenizer)
     asked = Conversation(({"role": "user", "content": "what? <not special>"},), "here")
@@ -254,7 +254,7 @@ def test_a_question_is_formatted_as_the_library_formats_it(name: str) -> None:
     assert tokenizer.convert_ids_to_tokens([end])[0] in (FAMILIES[name].eos_token, *FAMILIES[name].special)
 
 
-def test_a_question_to_a_model_without_a_template_is_plain_text() -> None:
+def test_a_prompt_for_a_model_without_a_template_is_plain_text() -> None:
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
     ids, end = question_ids("what?", tokenizer)
     assert decoded(tokenizer, ids) == "user:\nwhat?<|endoftext|>\nassistant:\n"
@@ -281,7 +281,7 @@ def test_a_mask_found_by_searching_the_answers_text_is_wrong(
     assert decoded(tokenizer, item.ids[: runs_of(item)[0][0]]).endswith("<|im_start|>assistant\n")
 
 
-def test_the_last_answer_alone(chatml: tuple[PreTrainedTokenizerFast, ChatTemplate]) -> None:
+def test_learning_the_last_answer_alone(chatml: tuple[PreTrainedTokenizerFast, ChatTemplate]) -> None:
     tokenizer, _ = chatml
     (item,) = items_of(CONVERSATIONS["three turns"], tokenizer, "last_assistant")
     ((start, end),) = runs_of(item)
@@ -291,7 +291,7 @@ def test_the_last_answer_alone(chatml: tuple[PreTrainedTokenizerFast, ChatTempla
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_everything_is_what_the_template_writes_in_one_item(name: str) -> None:
+def test_learning_everything_gives_one_item_with_all_that_the_template_writes(name: str) -> None:
     tokenizer = tokenizer_of("bpe", name)
     record = CONVERSATIONS["thoughts"]
     (item,) = items_of(record, tokenizer, "all")
@@ -299,7 +299,7 @@ def test_everything_is_what_the_template_writes_in_one_item(name: str) -> None:
     assert item.is_target == [False] + [True] * (len(item.ids) - 1)
 
 
-def test_of_a_prompt_in_messages_only_the_completion_is_learned(
+def test_only_the_completion_of_messages_with_a_prompt_is_learned(
     chatml: tuple[PreTrainedTokenizerFast, ChatTemplate],
 ) -> None:
     tokenizer, template = chatml
@@ -378,7 +378,7 @@ def shuffled(values: dict[str, Any], choose: random.Random) -> dict[str, Any]:
 
 
 def generated_records(number: int) -> list[dict[str, Any]]:
-    """Records as people have them: keys in any order, nulls of their own, special tokens, tools or none, thoughts or none."""
+    """Records as users write them: keys in any order, extra nulls, special tokens, with or without tools, with or without thoughts."""
     choose = random.Random(5)
     texts = [
         "hello",
@@ -441,7 +441,7 @@ def generated_records(number: int) -> list[dict[str, Any]]:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, **how: Any) -> str:
-    """The library's own text; a template that needs a content is given an empty one."""
+    """Text that the library renders; a template that needs a content is given an empty one."""
 
     def text(messages: list[dict[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how))
@@ -453,7 +453,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "ours"])
-def test_what_is_trained_is_byte_for_byte_what_the_library_renders_of_the_record(name: str) -> None:
+def test_the_trained_text_is_byte_for_byte_what_the_library_renders(name: str) -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte", name if name in FAMILIES else "zephyr"))
     template = load_template(tokenizer) if name in FAMILIES else load_template(tokenizer, None)
     if name == "ours":
@@ -490,8 +490,8 @@ def test_what_is_trained_is_byte_for_byte_what_the_library_renders_of_the_record
     assert compared >= 10
 
 
-def test_nulls_that_only_a_table_added_are_not_the_records(tmp_path: Path) -> None:
-    """A table gives each struct every key; what a line of JSON says is what was meant."""
+def test_nulls_that_only_a_table_added_are_ignored(tmp_path: Path) -> None:
+    """A table gives each struct every key; a line of JSON is taken literally."""
     import pyarrow as pa
     import pyarrow.ipc
     import pyarrow.parquet
@@ -541,7 +541,7 @@ def test_a_role_that_is_a_token_is_still_a_role() -> None:
     assert [decoded(tokenizer, item.ids[a:b]) for a, b in runs_of(item)] == ["b<|im_end|>"]
 
 
-def test_a_tokenizers_template_for_tools_writes_conversations_with_tools() -> None:
+def test_a_tokenizers_tool_template_renders_conversations_with_tools() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte", "chatml"))
     plain, with_tools = FAMILIES["chatml"].without_tags, FAMILIES["qwen3"].without_tags
     tokenizer.chat_template = {"tool_use": with_tools, "rag": plain}  # type: ignore[assignment]
@@ -559,7 +559,7 @@ def test_a_tokenizers_template_for_tools_writes_conversations_with_tools() -> No
     assert load_template(tokenizer).tool_use == with_tools
 
 
-def test_the_clock_of_a_template_is_at_the_day_of_the_run(tmp_path: Path) -> None:
+def test_a_template_that_reads_the_clock_gets_the_date_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "clock.jinja"
     file.write_text("{{- strftime_now('%d %b %Y %H:%M') + '\\n' }}" + PLAIN_TEMPLATE)
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
@@ -582,7 +582,7 @@ def test_the_clock_of_a_template_is_at_the_day_of_the_run(tmp_path: Path) -> Non
     assert not now.startswith("0") or f"{datetime.now():%Y}" in now, "the library's own clock keeps running"
 
 
-def test_all_that_a_template_reads_is_in_the_key(tmp_path: Path) -> None:
+def test_everything_that_a_template_reads_is_in_the_key(tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte", "llama3"))
     plan = ChatPlan("messages", "assistant", None, LONG, "2020-02-03")
     keys = [plan.key(tokenizer)]
@@ -594,7 +594,7 @@ def test_all_that_a_template_reads_is_in_the_key(tmp_path: Path) -> None:
     tokenizer.chat_template["tool_use"] += "{% if false %}{{ strftime_now('%d') }}{% endif %}"  # type: ignore[index]
     keys += [plan.key(tokenizer), replace(plan, day="2020-02-04").key(tokenizer)]
     (tmp_path / "clock.jinja").write_text("{{ strftime_now('%d') }}")
-    made = replace(plan, template_file=str(tmp_path / "clock.jinja"))  # with a tokenizer that is yet to be made
+    made = replace(plan, template_file=str(tmp_path / "clock.jinja"))  # with a tokenizer that is still to be trained
     keys += [made.key(None), replace(made, day="2020-02-04").key(None)]
     assert len(set(map(str, keys))) == len(keys)
 
@@ -751,7 +751,7 @@ def test_a_template_that_cannot_be_used_is_exit_code_2_and_one_line(name: str, t
     assert "data.chat_template" in str(refusal.value)
 
 
-def test_a_template_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_template_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.chat_template must be a template file, got .*No such file"):
         load_template(tokenizer_of("byte", "chatml"), str(tmp_path / "no.jinja"))
     (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe")
@@ -768,7 +768,7 @@ def test_an_end_of_turn_that_is_no_special_token_cannot_be_spelt_by_a_text() -> 
     assert item.ids.count(tokenizer.convert_tokens_to_ids("<end>")) == 2
 
 
-def test_a_template_that_writes_the_date_says_so(chatml: tuple[PreTrainedTokenizerFast, ChatTemplate]) -> None:
+def test_a_template_that_writes_the_date_is_reported(chatml: tuple[PreTrainedTokenizerFast, ChatTemplate]) -> None:
     _, template = chatml
     assert replace(template, text="{{ strftime_now('%d') }}" + template.text).reads_clock
 
@@ -803,7 +803,7 @@ def test_a_turn_that_the_template_ends_in_another_way_is_refused(
         ("conversations system id", "sharegpt"),
     ],
 )
-def test_the_columns_show_the_format(columns: str, expected: str) -> None:
+def test_the_format_is_detected_from_the_columns(columns: str, expected: str) -> None:
     assert detect_format(columns.split(), "x.jsonl") == expected
 
 
@@ -817,18 +817,18 @@ def test_the_columns_show_the_format(columns: str, expected: str) -> None:
         ("", "got none; rename them"),
     ],
 )
-def test_columns_that_show_no_format_are_named(columns: str, says: str) -> None:
+def test_columns_of_no_known_format_are_named(columns: str, says: str) -> None:
     with pytest.raises(DataError) as refusal:
         detect_format(columns.split(), "x.jsonl")
     assert says in str(refusal.value)
     assert str(refusal.value).startswith("x.jsonl: must have the columns of ")
 
 
-def test_another_text_column_counts() -> None:
+def test_a_configured_text_column_is_detected() -> None:
     assert detect_format(["body", "id"], "x.jsonl", text_column="body") == "text"
 
 
-def test_what_is_learned_by_default_and_what_cannot_be() -> None:
+def test_what_is_learned_by_default_and_what_is_refused() -> None:
     assert choose_train_on("prompt_completion", None) == "completion"
     assert choose_train_on("sharegpt", None) == "assistant"
     assert choose_train_on("messages", "last_assistant") == "last_assistant"
@@ -937,7 +937,7 @@ def test_a_bad_record_is_exit_code_3_and_one_line_with_its_place(name: str) -> N
     assert "\n" not in line
 
 
-def test_half_a_character_anywhere_is_a_bad_record_that_can_be_tolerated() -> None:
+def test_a_lone_surrogate_anywhere_is_a_bad_record_that_can_be_tolerated() -> None:
     plan = ChatPlan("messages", "assistant", None, LONG)
     for odd in ("\ud800", "\ufdd0"):
         call = {"function": {"name": "f", "arguments": {"a": odd}}}

@@ -1,4 +1,4 @@
-"""Whole runs on conversations: found by their columns, packed or padded, on every engine, killed and resumed."""
+"""Complete runs on conversations: format detected from the columns, packed or padded, on every engine, killed and resumed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def final_loss(run: Path) -> float:
 
 
 @pytest.mark.parametrize("format", ["messages", "sharegpt", "alpaca", "prompt_completion"])
-def test_each_format_is_found_by_its_columns_and_answers_in_the_end(
+def test_each_format_is_detected_by_its_columns_and_the_trained_model_answers(
     format: str, files: dict[str, Path], tiny: list[str], tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
@@ -112,7 +112,7 @@ def test_each_format_is_found_by_its_columns_and_answers_in_the_end(
 
 
 def test_targets_are_the_answers_alone(files: dict[str, Path], tiny: list[str], tmp_path: Path) -> None:
-    """Read back from what the run trains on: decoded, they are the answers of the file and their ends, each once."""
+    """Read back from the rows that the run trains on: decoded, they are the answers of the file and their ends, each once."""
     config = load_config(Path(tiny[1]), arguments([], files["messages"], tmp_path / "run"))
     data = build_data(config.data, config.tokenizer, None, config.seed, 6)
     learned = []
@@ -134,7 +134,7 @@ def test_targets_are_the_answers_alone(files: dict[str, Path], tiny: list[str], 
 def test_packed_and_padded_rows_have_the_same_held_out_loss(
     files: dict[str, Path], tiny: list[str], tmp_path: Path
 ) -> None:
-    """Loss of weights that were never trained: the rows differ, the learned tokens do not."""
+    """Untrained weights: the rows differ, what is learned from them does not."""
     losses = {}
     for packing in ("true", "false"):
         run = tmp_path / packing
@@ -144,7 +144,7 @@ def test_packed_and_padded_rows_have_the_same_held_out_loss(
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-6)
 
 
-# --- what was trained is what is asked -----------------------------------------------------------------------------
+# --- training and questions agree ----------------------------------------------------------------------------------
 
 CLOCK = "{{- strftime_now('%d %b %Y') + '\\n' }}" + PLAIN_TEMPLATE
 WEST, EAST = "Etc/GMT+12", "Etc/GMT-14"  # it is never the same day in both
@@ -156,7 +156,7 @@ def in_zone(*zones: str) -> None:
     time.tzset()
 
 
-def test_the_date_is_the_recipes_else_the_runs_else_todays(tiny: list[str], tmp_path: Path) -> None:
+def test_the_date_comes_from_the_recipe_else_from_the_run_else_from_today(tiny: list[str], tmp_path: Path) -> None:
     accelerator: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
     run = tmp_path / "run"
     config = load_config(Path(tiny[1]), [f"output_dir={run}"])
@@ -170,7 +170,7 @@ def test_the_date_is_the_recipes_else_the_runs_else_todays(tiny: list[str], tmp_
     assert day(config) == str(datetime.now().date())
     assert day(config, Found(None), tokenizer) == "2018-01-02"
     run.mkdir()
-    (run / "config.yaml").write_text(dump_config(of_first))  # of a start that came to no checkpoint
+    (run / "config.yaml").write_text(dump_config(first))  # of a start that reached no checkpoint
     assert day(config) == "2019-01-02"
     assert day(load_config(Path(tiny[1]), [f"output_dir={run}", "seed=8"])) == str(datetime.now().date()), (
         "another recipe"
@@ -245,7 +245,7 @@ def lines(file: Path, *records: dict[str, object]) -> Path:
     return file
 
 
-def test_prompts_and_completions_in_roles_are_asked_in_their_template(tiny: list[str], tmp_path: Path) -> None:
+def test_prompts_and_completions_with_roles_are_rendered_by_their_template(tiny: list[str], tmp_path: Path) -> None:
     pairs = [([{"role": "user", "content": f"q {i}"}], [{"role": "assistant", "content": "a"}]) for i in range(9)]
     file = lines(tmp_path / "x.jsonl", *({"prompt": prompt, "completion": answer} for prompt, answer in pairs))
     (tmp_path / "own.jinja").write_text("{{ '#' }}" + PLAIN_TEMPLATE)
@@ -275,7 +275,7 @@ def test_both_templates_of_a_tokenizer_are_exported(files: dict[str, Path], tiny
     assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template == both
 
 
-def test_what_may_be_lost_is_the_same_with_a_warm_cache(tiny: list[str], tmp_path: Path) -> None:
+def test_the_limit_on_lossy_records_holds_with_a_warm_cache_too(tiny: list[str], tmp_path: Path) -> None:
     record = partial(record_of, "messages")
     good, bad = (
         lines(tmp_path / f"{name}.jsonl", *(record(f"{i}", "a" * (i % 2 * length)) for i in range(20)))
@@ -329,7 +329,7 @@ CASES = [
     for i, format in enumerate(FORMATS)
     for j, engine in enumerate(ENGINES)
 ]
-"""Each value of an axis with each of every other one; padded text is text whose documents see each other."""
+"""Each value of an axis with each value of every other axis; padded text is text whose documents see each other."""
 QUICK = [
     Case("text", "LoRA", "packed", "ddp"), Case("prompt_completion", "LoRA", "padded", "single"), Case("messages", "full", "padded", "fsdp2"),
 ]  # fmt: skip
@@ -350,11 +350,11 @@ class Outcome(NamedTuple):
     """Largest, relative, of any step from one process."""
     same_rows: bool
     same_after_kill: bool
-    """Every number and byte of the run that was killed are those of the run that was not."""
+    """All numbers and bytes of the killed run equal those of the uninterrupted one."""
 
 
 def try_case(case: Case, tiny: list[str], base: Path, folder: Path) -> Outcome:
-    """10 steps on one process, 10 on the engine, and 10 that were killed at the save of step 8."""
+    """Run 10 steps on one process, 10 on the engine, and 10 that are killed at the save of step 8."""
     file = folder / "data.jsonl"
     if case.format == "text":
         file.write_text("".join(json.dumps({"text": f"{a} {b}"}) + "\n" for a, b in exchanges()))
@@ -393,7 +393,7 @@ def try_case(case: Case, tiny: list[str], base: Path, folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module")
 def base(tiny_recipe: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose final/ is a base model for adapters."""
+    """A run whose final/ is the base model of the adapters."""
     run = tmp_path_factory.mktemp("base") / "run"
     run_training(arguments(["--config", str(tiny_recipe)], files["messages"], run))
     return run
@@ -402,7 +402,7 @@ def base(tiny_recipe: Path, files: dict[str, Path], tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
 )
-def test_whatever_is_trained_is_the_same_everywhere(case: Case, tiny: list[str], base: Path, tmp_path: Path) -> None:
+def test_every_case_trains_the_same_everywhere(case: Case, tiny: list[str], base: Path, tmp_path: Path) -> None:
     outcome = try_case(case, tiny, base, tmp_path)
     assert {"train/loss", "train/grad_norm", "eval/loss"} <= outcome.differences.keys()
     assert max(outcome.differences.values()) <= 1e-5, outcome.differences
@@ -451,7 +451,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_odd_is_one_line(name: str, tiny: list[str], tmp_path: Path) -> None:
+def test_each_refusal_is_one_line(name: str, tiny: list[str], tmp_path: Path) -> None:
     records, more, code, says = ODD[name]
     file = tmp_path / ("odd.txt" if records is None else "odd.jsonl")
     file.write_text("words" if records is None else "".join(json.dumps(record) + "\n" for record in records))

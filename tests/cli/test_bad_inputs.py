@@ -31,7 +31,7 @@ def lines(*texts: str) -> bytes:
 
 
 DATA: dict[str, tuple[str, bytes, list[str], str]] = {
-    # name: (file, content, more arguments, what the line must say)
+    # name: (file, content, more arguments, what the line must contain)
     "malformed jsonl": ("x.jsonl", lines(GOOD, '{"text": "a" "b"}'), [], "x.jsonl:2: must be a JSON object, got"),
     "brackets without end": ("x.jsonl", lines(GOOD, "[" * 100_000), [], "x.jsonl:2: must be a JSON object, got '[[["),
     "a number of thousands of digits": (
@@ -138,7 +138,7 @@ def test_tolerated_bad_rows_are_counted(tiny: list[str], tmp_path: Path, words: 
     assert "2 records without usable text were skipped" in finished.output
 
 
-def test_a_byte_order_mark_is_no_text(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
+def test_a_byte_order_mark_is_not_text(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + "\n".join(words).encode())
     run_training([*tiny, f"data.files={tmp_path / 'x.txt'}"])
 
@@ -160,7 +160,7 @@ def test_held_out_documents_that_are_trained_on_are_a_warning(tiny: list[str], t
         (["data.dataset=FOLDER", "data.dataset_split=validation"], "(split validation)"),
     ],
 )
-def test_a_data_set_that_cannot_be_had(arguments: list[str], says: str, tiny: list[str], text_file: Path) -> None:
+def test_an_unavailable_data_set(arguments: list[str], says: str, tiny: list[str], text_file: Path) -> None:
     arguments = [argument.replace("FOLDER", str(text_file.parent)) for argument in arguments]
     finished = run_training(
         [*tiny, "data.source=hub", "data.files=[]", *arguments], environment={"HF_HUB_OFFLINE": "1"}, expect=3
@@ -284,7 +284,7 @@ OUTPUT_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OUTPUT_FOLDERS)
-def test_an_output_folder_with_what_no_run_wrote_is_refused_untouched(name: str, tmp_path: Path) -> None:
+def test_an_output_folder_with_foreign_content_is_refused_untouched(name: str, tmp_path: Path) -> None:
     make, says = OUTPUT_FOLDERS[name]
     make(tmp_path / "run")
     before = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
@@ -296,7 +296,7 @@ def test_an_output_folder_with_what_no_run_wrote_is_refused_untouched(name: str,
 def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty folder to save in, a log of the scheduler, what an evaluation or a failed attempt left, a kill while it begins."""
+    """Accepted: an empty folder to save in, a log of the scheduler, remains of an evaluation or a failed attempt, a kill at the start."""
     foreign("final/thesis.txt")(tmp_path / "run")
     assert len(run_training(tiny, expect=2).errors) == 1
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
@@ -348,8 +348,8 @@ def test_a_number_that_is_not_finite_is_null_in_every_record(tmp_path: Path) -> 
     assert written["bits_per_byte"] == {"model": None}
 
 
-def test_a_terminal_without_some_letters_ends_no_run(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
-    """A Latin-1 locale, or PYTHONIOENCODING=ascii, with letters of others in paths and texts."""
+def test_a_terminal_that_lacks_some_letters_ends_no_run(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
+    """A Latin-1 locale, or PYTHONIOENCODING=ascii, with other letters in paths and texts."""
     (tmp_path / "日本.txt").write_text("\n".join(words), encoding="utf-8")
 
     def run() -> int:
@@ -370,10 +370,10 @@ def test_a_terminal_without_some_letters_ends_no_run(tiny: list[str], tmp_path: 
     assert "日本" in (tmp_path / "é/final/README.md").read_text(encoding="utf-8")
 
 
-def test_an_unexpected_error_keeps_its_traceback_and_is_noted(
+def test_an_unexpected_error_keeps_its_traceback_and_is_recorded(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for a secret in it."""
+    """Except for a secret in it."""
     import acc_lm.training
 
     def fail(*_: object) -> None:

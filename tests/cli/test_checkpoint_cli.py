@@ -1,4 +1,4 @@
-"""`acc-lm checkpoint`: what people do with a checkpoint without the run that wrote it."""
+"""`acc-lm checkpoint`: work with a checkpoint without the run that wrote it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def finished_runs(recipe: Path, folder: Path) -> dict[str, Path]:
-    """The tiny recipe, finished, by one process and by engines that cut tensors differently."""
+    """The tiny recipe, finished, by one process and by engines that shard tensors differently."""
     for config, count in KINDS.items():
         environment = (
             {} if config == "single" else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
@@ -180,9 +180,9 @@ def damage(file: Path, how: str, other: Path) -> None:
 
 
 def damage_everything(whole: Path, folder: Path) -> int:
-    """Each damage to each file of a run's newest checkpoint must be named, and the checkpoint before found; returns how many.
+    """Apply each damage to each file of a run's newest checkpoint: it must be named, and the previous one found; returns how many.
 
-    Asked of the finder itself; that a run starts from what it finds is shown in test_checkpoint.py.
+    Tests the search itself; test_checkpoint.py shows that a run starts from its result.
     """
     from acc_lm.checkpointing.format import _find
 
@@ -206,7 +206,7 @@ def damage_everything(whole: Path, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("config", KINDS)
-def test_every_damage_to_every_file_is_named_and_the_checkpoint_before_is_used(
+def test_every_damage_to_every_file_is_named_and_the_previous_checkpoint_is_used(
     config: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
     assert damage_everything(runs[config], tmp_path) == 5 * (3 if config == "single" else 4)
@@ -229,7 +229,7 @@ def test_bad_arguments_get_one_line(
     assert says in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_before_cannot_be_converted_and_says_so(
+def test_an_older_checkpoint_cannot_be_converted_and_says_so(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from acc_lm.cli import checkpoint
@@ -238,7 +238,7 @@ def test_a_checkpoint_of_before_cannot_be_converted_and_says_so(
     shutil.copytree(runs["single"], run, symlinks=True)
     file = run / "checkpoints/step-00000006/state.json"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "model_config"}))
-    monkeypatch.setattr(checkpoint, "_whole", lambda folder: None)  # its checksum is not what this is about
+    monkeypatch.setattr(checkpoint, "_whole", lambda folder: None)  # its checksum is not the subject here
     assert main(["checkpoint", "convert-to-hf", str(file.parent), str(tmp_path / "model")]) == 5
     assert "got no model_config in its state.json" in capsys.readouterr().err
 

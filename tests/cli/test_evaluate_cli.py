@@ -1,4 +1,4 @@
-"""`acc-lm evaluate`: the figures of a run's own evaluation, document by document, and answers that no batch changes."""
+"""`acc-lm evaluate`: the figures of a run's own evaluation, document by document, and answers that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ANSWER = "Ada."
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """Before processes are forked, each of which would need seconds for it."""
+    """Import before processes are forked, each of which would need seconds for it."""
     for name in ("evaluate", "peft"):
         importlib.import_module(name)
 
@@ -59,7 +59,7 @@ def text_run(tiny_recipe: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def chats(folder: Path) -> Path:
-    """Questions to which the answer is always the same, so that a tiny model learns it."""
+    """Questions that always have the same answer, so that a tiny model learns it."""
     file = folder / "chats.jsonl"
     records = [record_of("messages", question, ANSWER) for question, _ in exchanges()]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -88,7 +88,7 @@ def adapter_run(chat_run: Path, chats: Path, tiny_recipe: Path, folder: Path) ->
 def evaluate(
     arguments: list[Any], num_processes: int = 1, environment: dict[str, str] | None = None, expect: int = 0
 ) -> Finished:
-    """`acc-lm evaluate` with these arguments, as the processes of a launch would run it."""
+    """Run `acc-lm evaluate` with these arguments, as the processes of a launch would."""
 
     def function() -> int:
         from acc_lm.cli import main
@@ -184,10 +184,10 @@ def test_any_launch_writes_the_same_rows_once(
         assert mine == theirs
 
 
-def test_the_rows_of_documents_are_what_the_model_says_of_each(
+def test_the_row_of_each_document_matches_transformers(
     chat_run: Path, text_run: Path, chats: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    """Read again with transformers alone: conversations one by one, text row by row."""
+    """Recomputed with transformers alone: conversations one by one, text row by row."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     figures([chat_run, "--data", chats, "--predictions", tmp_path / "chats.jsonl"])
@@ -230,7 +230,7 @@ def test_the_rows_of_documents_are_what_the_model_says_of_each(
 
 @pytest.fixture(scope="module")
 def run_from_a_folder(tiny_recipe: Path, text_file: Path, folder: Path) -> Path:
-    """A run whose recipe names its text by a relative path; that folder is `here`, next to the run."""
+    """A run whose recipe names its text by a relative path; that folder is `here` next to it."""
     here = folder / "here"
     here.mkdir()
     shutil.copy(text_file, here / "t.jsonl")
@@ -245,7 +245,7 @@ def run_from_a_folder(tiny_recipe: Path, text_file: Path, folder: Path) -> Path:
     return folder / "from-a-folder"
 
 
-def test_only_what_the_run_held_out_is_scored_as_that(
+def test_only_text_that_the_run_held_out_is_scored_as_held_out(
     run_from_a_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, text = run_from_a_folder, run_from_a_folder.parent / "here/t.jsonl"
@@ -272,7 +272,7 @@ def test_only_what_the_run_held_out_is_scored_as_that(
     assert "must record which text the run was trained on" in evaluate([changed], expect=5).errors[0]
 
 
-def test_an_outdated_export_is_not_taken_for_the_runs_model(
+def test_a_model_that_its_run_has_moved_past_is_not_taken_for_the_runs(
     run_from_a_folder: Path, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -340,14 +340,14 @@ def untrained(name: str) -> Any:
 
 
 class Letters:
-    """Stands for a tokenizer whose tokens are letters."""
+    """Stand-in for a tokenizer whose tokens are letters."""
 
     def decode(self, ids: list[int], **keywords: Any) -> str:
         return "".join(chr(48 + id) for id in ids)
 
 
 def answers_in_batches(name: str, sizes: tuple[int, ...], change: Callable[[Any], None] = lambda model: None) -> Any:
-    """Answers of an untrained model for each batch size, and how often it was asked to generate."""
+    """Answers of an untrained model for each batch size, and the number of calls to generate."""
 
     def run() -> Any:
         from accelerate import Accelerator
@@ -378,7 +378,7 @@ def answers_in_batches(name: str, sizes: tuple[int, ...], change: Callable[[Any]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_batch_changes_an_answer(name: str) -> None:
+def test_answers_do_not_depend_on_the_batch(name: str) -> None:
     answers, one_by_one, asked = answers_in_batches(name, (1, 4, 14))
     assert answers == [one_by_one] * 3
     if name != "mamba":
@@ -387,7 +387,7 @@ def test_no_batch_changes_an_answer(name: str) -> None:
 
 
 def chain(tokens: list[int], near: float | None = None) -> Any:
-    """A model that answers each token with the next of these; ending after the last is nearly as likely as continuing if `near`."""
+    """A model that answers each token with the next of these; if `near`, ending after the last is a close call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(
@@ -411,7 +411,7 @@ def chain(tokens: list[int], near: float | None = None) -> Any:
 def answer(
     model: Any, prompts: list[tuple[list[int], tuple[int, ...]]], size: int, most: int = 8
 ) -> tuple[Any, list[int]]:
-    """Answers of the model to (ids, ends), and how many prompts it was asked at a time."""
+    """Answers of the model to (ids, ends), and how many prompts it was given at a time."""
 
     def run() -> Any:
         from accelerate import Accelerator
@@ -431,7 +431,7 @@ def answer(
     return found, asked
 
 
-def test_the_ends_of_another_prompt_of_a_batch_end_no_answer() -> None:
+def test_the_end_tokens_of_another_prompt_in_the_batch_end_no_answer() -> None:
     """The token that ends one answer is text in another, as where records with and without roles are in one file."""
     model = chain([1, 2, 3, 4, 0])
     prompts = [([1], (0,)), ([7, 1], (3, 0)), ([7, 7, 1], (0,))]
@@ -442,14 +442,14 @@ def test_the_ends_of_another_prompt_of_a_batch_end_no_answer() -> None:
     assert max(asked) == 2, "those with the same ends"
 
 
-def test_where_it_is_close_whether_to_stop_a_prompt_is_answered_alone() -> None:
+def test_where_stopping_is_a_close_call_a_prompt_is_answered_alone() -> None:
     prompts = [([1], (0,)), ([7, 1], (0,))]
     assert answer(chain([1, 2, 3, 0]), prompts, 2) == (["23", "23"], [2, 1])
     assert answer(chain([1, 2, 3, 0], near=1e-5), prompts, 2) == (["23", "23"], [2, 1, 1, 1])
 
 
-def test_an_answer_has_all_the_room_that_the_models_positions_leave() -> None:
-    """28 of 32 positions taken: four tokens, the last of which needs no position of its own to be read."""
+def test_an_answer_may_use_all_the_positions_that_the_model_has_left() -> None:
+    """28 of 32 positions taken: four tokens, the last of which needs no position to be read."""
     model = chain([1, 2, 3, 4, 6, 8, 9, 10, 0])
     answers, _ = answer(model, [([7] * 27 + [1], (0,)), ([7] * 32, (0,)), ([1], (0,))], 2)
     assert answers == ["2346", None, "234689:"]
@@ -476,7 +476,7 @@ def test_a_model_that_cannot_be_padded_answers_everything_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["exact_match", "bleu", "rouge"])
-def test_the_modules_are_ones_of_the_evaluate_library(name: str, tmp_path: Path) -> None:
+def test_the_modules_are_those_of_the_evaluate_library(name: str, tmp_path: Path) -> None:
     if name != "exact_match":
         pytest.importorskip({"bleu": "sacrebleu", "rouge": "rouge_score"}[name])
     import evaluate as library
@@ -606,7 +606,7 @@ def test_json_is_alone_on_stdout_whatever_an_engine_prints(chat_run: Path, chats
     assert "built by C++\nbuilt by Python\n" in finished.output, "for people, on stderr"
 
 
-# --- what can be wrong ---------------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------------------------
 
 ODD: dict[str, tuple[list[str], int, str]] = {
     "no such folder": (["./nowhere", "--data", "CHATS"], 2, "must be an existing folder or a Hub id, got './nowhere'"),
@@ -664,7 +664,7 @@ def odd(chat_run: Path, adapter_run: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_odd_is_one_line(name: str, odd: Path, chat_run: Path, text_run: Path, chats: Path) -> None:
+def test_each_refusal_is_one_line(name: str, odd: Path, chat_run: Path, text_run: Path, chats: Path) -> None:
     words, code, says = ODD[name]
     names = {"HERE": odd, "CHATS": chats, "CHAT": chat_run, "TEXT": text_run}
     arguments = [re.sub(r"^(HERE|CHATS|CHAT|TEXT)\b", lambda found: str(names[found[0]]), word) for word in words]
@@ -695,7 +695,7 @@ def test_overrides_may_be_anywhere_among_the_options(verb: str, monkeypatch: pyt
         (["keep-going", "--pause", "nan", "--", "x"], "--pause must be 0 or more, got nan"),
     ],
 )
-def test_what_no_verb_can_use_is_one_line(
+def test_arguments_that_no_verb_can_use_are_one_line(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from acc_lm.cli import main

@@ -1,4 +1,4 @@
-"""`acc-lm keep-going` and the launcher's own restarts: a run that is killed again and again ends like one that never was."""
+"""`acc-lm keep-going` and the launcher's own restarts: a run that is killed again and again ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from processes import ROOT, Finished, Launch, run_training, start_training
 from test_resume import assert_equal_runs, wait_for
 from test_slurm import STATUSES
 
-# A run without the run: it ends as the next line of `plan` says, and writes what train.py would have written.
+# A stand-in for a run: it ends as the next line of `plan` says, and writes what train.py would have written.
 STAND_IN = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -91,7 +91,7 @@ def keep_going(arguments: list[str], prepare: Callable[[], object] = lambda: Non
 
 
 class Plan:
-    """Plan of each attempt of a stand-in: (status, exit code, newest checkpoint)."""
+    """Plan of a stand-in, by attempt: (status, exit code, newest checkpoint)."""
 
     def __init__(self, folder: Path, recipe: Path, plan: list[Any]) -> None:
         self.folder, self.run = folder, folder / "run"
@@ -126,7 +126,7 @@ def test_the_status_decides_as_it_does_under_slurm(status: str, tiny_recipe: Pat
     assert f"attempt 1 ended after step 2: {status} (plan 1)" in finished.output
 
 
-def test_killed_silently_it_is_restarted_until_it_has_ended(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_silently_killed_run_is_restarted_until_it_has_ended(tiny_recipe: Path, tmp_path: Path) -> None:
     steps = [["killed", 0, 2], ["worker_lost", 7, 4], ["killed", 0, 6], ["preempted", 75, 7], FINISHED]
     plan = Plan(tmp_path, tiny_recipe, steps)
     finished = plan.finish()
@@ -134,7 +134,7 @@ def test_killed_silently_it_is_restarted_until_it_has_ended(tiny_recipe: Path, t
     assert "attempt 3 ended after step 6: killed (it left no word); starting again in 0 s" in finished.output
 
 
-def test_an_attempt_that_finds_the_run_complete_or_the_folder_in_use_is_the_last(
+def test_an_attempt_that_finds_the_run_complete_or_the_folder_taken_is_the_last(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
     plan = Plan(tmp_path, tiny_recipe, [])
@@ -167,7 +167,7 @@ def test_two_attempts_that_end_at_the_same_step_are_the_last(tiny_recipe: Path, 
     assert "attempt 3 ended after step 4: killed" in plan.summary["reason"]
 
 
-def test_a_run_that_never_gets_to_a_checkpoint_is_no_endless_one(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_run_that_never_reaches_a_checkpoint_is_given_up(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["killed", 0, 0]] * 9)
     finished = plan.finish()
     assert (finished.code, plan.starts) == (70, 2), finished.output
@@ -178,10 +178,10 @@ COMPLETED = json.dumps({"status": "completed", "exit_code": 0, "reason": None, "
 
 
 @pytest.mark.parametrize(("code", "becomes"), [(1, 4), (3, 3)])
-def test_a_command_that_becomes_no_run_is_not_repeated(
+def test_a_command_that_starts_no_run_is_not_repeated(
     code: int, becomes: int, tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    """A misspelt launcher, say; the summary next to it is of a run that was completed long ago."""
+    """A misspelt launcher, for instance; the existing summary is of a run that was completed long ago."""
     plan = Plan(tmp_path, tiny_recipe, [["refused", code, 0], FINISHED])
     plan.run.mkdir()
     (plan.run / "summary.json").write_text(COMPLETED)
@@ -195,7 +195,7 @@ def test_a_command_that_becomes_no_run_is_not_repeated(
     assert (plan.run / "summary.json").read_text() == COMPLETED
 
 
-def test_what_is_killed_before_it_became_a_run_leaves_the_summary_alone(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_process_killed_before_its_run_began_leaves_the_summary_alone(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["killed early", 0, 0]] * 9)
     plan.run.mkdir()
     (plan.run / "summary.json").write_text(COMPLETED)
@@ -205,7 +205,7 @@ def test_what_is_killed_before_it_became_a_run_leaves_the_summary_alone(tiny_rec
 
 
 @pytest.mark.parametrize("begins", ["before", "meanwhile"])
-def test_while_another_run_lives_it_exits_at_once(begins: str, tiny_recipe: Path, tmp_path: Path) -> None:
+def test_it_leaves_at_once_when_the_run_is_already_alive(begins: str, tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["refused", 1, 0], FINISHED])
     plan.run.mkdir()
     (plan.run / "summary.json").write_text(COMPLETED)
@@ -215,7 +215,7 @@ def test_while_another_run_lives_it_exits_at_once(begins: str, tiny_recipe: Path
             time.sleep(0.01)
         fcntl.lockf(lock, fcntl.LOCK_EX)
         print("process 1 on another", file=lock, flush=True)
-        # What the other one saves and writes is no progress of ours.
+        # What the other one saves and writes is not our progress.
         (plan.run / "checkpoints/step-00000002").mkdir(parents=True)
         (plan.run / "checkpoints/step-00000002/manifest.json").touch()
         finished = (launch or plan.start()).wait(20)
@@ -230,7 +230,7 @@ def test_no_more_attempts_than_were_allowed(tiny_recipe: Path, tmp_path: Path) -
     assert (plan.finish("--attempts", "3").code, plan.starts) == (75, 3)
 
 
-def test_a_person_who_makes_the_file_stop_wants_an_end(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_file_stop_made_by_the_user_ends_the_attempts(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, 2], FINISHED])
     (tmp_path / "train.py").write_text(STAND_IN.replace('f"plan {attempt}"', '"the file STOP"'))
     assert (plan.finish().code, plan.starts) == (75, 1)
@@ -258,7 +258,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_after_it(
     assert ("starting again" in finished.output) == (when == "pausing")
 
 
-def test_a_signal_that_comes_before_there_is_anybody_is_not_lost(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_process_exists_is_not_lost(tiny_recipe: Path, tmp_path: Path) -> None:
     def prepare() -> None:
         from acc_lm.cli import keep_going
 
@@ -277,7 +277,7 @@ def test_a_signal_that_comes_before_there_is_anybody_is_not_lost(tiny_recipe: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
-def test_orphans_of_a_dead_launcher_end_before_the_next_attempt_starts(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_processes_of_a_dead_launcher_end_before_the_next_attempt_starts(tiny_recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "orphan").touch()
     plan = Plan(tmp_path, tiny_recipe, [["orphan", 75, 2], FINISHED])
     finished = plan.finish()
@@ -287,8 +287,8 @@ def test_orphans_of_a_dead_launcher_end_before_the_next_attempt_starts(tiny_reci
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux gives orphans a new parent on request")
-def test_orphans_of_a_dead_launcher_are_not_waited_for_forever(tiny_recipe: Path, tmp_path: Path) -> None:
-    """As long as the processes of the run would wait for each other, and then it is killed."""
+def test_the_wait_for_processes_of_a_dead_launcher_is_bounded(tiny_recipe: Path, tmp_path: Path) -> None:
+    """As long as the processes of the run would wait for each other; then they are killed."""
     plan = Plan(tmp_path, tiny_recipe, [["hangs", 0, 2], ["hangs", 0, 4]])
     plan.command.append("distributed.timeout_seconds=1")
     finished = plan.start("--attempts", "2").wait(30)
@@ -296,7 +296,7 @@ def test_orphans_of_a_dead_launcher_are_not_waited_for_forever(tiny_recipe: Path
     assert "attempt 1 ended after step 2: killed (it left no word)" in finished.output
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process when its parent dies")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
 def test_when_it_is_killed_itself_no_process_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2]])
     launch = plan.start()
@@ -322,7 +322,7 @@ def test_when_it_is_killed_itself_no_process_is_left(tiny_recipe: Path, tmp_path
         (["--pause", "-1", "--", "python", "train.py"], "--pause must be 0 or more, got -1"),
     ],
 )
-def test_what_cannot_be_kept_going_is_one_line(
+def test_commands_that_cannot_be_kept_going_are_one_line(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -351,7 +351,7 @@ def long_enough(recipe: Path, run: Path) -> list[str]:
 
 
 def check_killed_run(recipe: Path, folder: Path, output: str) -> None:
-    """It was killed as often as it was to be, each time further on, and ended like one that was left alone."""
+    """Check that it was killed as often as planned, each time further along, and ended like an uninterrupted run."""
     run = folder / "run"
     for step in (2, 4, 6):
         assert f"resumed from {run}/checkpoints/step-{step:08d} at step {step}" in output, output
@@ -362,7 +362,7 @@ def check_killed_run(recipe: Path, folder: Path, output: str) -> None:
 
 
 def killed_under_keep_going(recipe: Path, folder: Path) -> float:
-    """Seconds that a run of two processes takes when it is killed three times and started again from outside."""
+    """Seconds that a run of two processes takes when it is killed three times and restarted from outside."""
     began = time.monotonic()
     code = "import sys; from acc_lm.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "keep-going", "--pause", "0.1", "--"]
@@ -378,7 +378,7 @@ def killed_under_keep_going(recipe: Path, folder: Path) -> float:
 
 
 def killed_under_max_restarts(recipe: Path, folder: Path) -> float:
-    """The same when the launcher itself starts the processes again."""
+    """The same when the launcher itself restarts the processes."""
     began = time.monotonic()
     options = ["--rdzv_backend", "c10d", "--max_restarts", "5"]
     done = subprocess.run(
@@ -392,16 +392,16 @@ def killed_under_max_restarts(recipe: Path, folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_three_times_ends_like_one_that_never_was(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_three_times_ends_like_an_uninterrupted_one(tiny_recipe: Path, tmp_path: Path) -> None:
     print(f"{killed_under_keep_going(tiny_recipe, tmp_path):.0f} s")
 
 
 @pytest.mark.slow
-def test_the_launchers_own_restarts_do_too(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_run_restarted_by_the_launcher_itself_does_too(tiny_recipe: Path, tmp_path: Path) -> None:
     print(f"{killed_under_max_restarts(tiny_recipe, tmp_path):.0f} s")
 
 
-def test_the_launchers_own_restarts_on_several_machines_need_a_setting_of_it(tiny: list[str]) -> None:
+def test_the_launchers_own_restarts_on_several_machines_need_a_launcher_setting(tiny: list[str]) -> None:
     environment = {
         "ACC_LM_CONFIG_FILE": str(ROOT / "tests/support/accelerate_config_answers/multi_node_ddp_c10d.yaml"),
         "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -27,7 +27,7 @@ def problems(*overrides: str, file: Path = QUICKSTART) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_the_command_line_wins_over_the_file_and_its_last_value_over_its_first() -> None:
+def test_the_command_line_wins_over_the_file_and_the_last_value_over_the_first() -> None:
     config = load_config(
         QUICKSTART, ["optimizer.learning_rate=1e-4", "training.max_steps=200", "training.max_steps=250"]
     )
@@ -84,7 +84,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 LINES = [
-    # override, the key that must be named, what the line must say
+    # override, the key that must be named, what the line must contain
     ("training.max_stpes=3", "training.max_stpes", "did you mean max_steps?"),
     ("learning_rate=1", "learning_rate", "did you mean optimizer.learning_rate?"),
     ("trainign.max_steps=3", "trainign", "did you mean training?"),
@@ -142,8 +142,8 @@ def test_a_problem_is_one_line_that_names_key_value_and_remedy(override: str, ke
     assert "; " in found[0], "what to change"
 
 
-def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_path: Path) -> None:
-    """Every published config.json of Qwen3's mixture of experts has a head_dim, and its config class none."""
+def test_an_undeclared_field_that_the_models_code_reads_is_accepted(tmp_path: Path) -> None:
+    """Every published config.json of Qwen3's mixture of experts has a head_dim, and its config class declares none."""
     taken = {"model_type": "qwen3_moe", "head_dim": 8, "hidden_size": 16}
     assert model_config_problems(taken) == []
     ((key, problem),) = model_config_problems({**taken, "head_dims": 8})
@@ -156,8 +156,8 @@ def test_a_field_that_the_models_code_reads_without_declaring_it_is_taken(tmp_pa
         assert [key for key, _ in model_config_problems({"model_type": model_type, field: 1})] == [field]
 
 
-def test_keys_that_a_command_requires_are_requested_from_it() -> None:
-    """The recipe was right before."""
+def test_a_requirement_of_the_command_is_reported_against_the_command() -> None:
+    """The recipe itself was valid before."""
     assert problems("data.source=files")[0].startswith("command line: data.files must name at least one file")
     assert problems("optimizer.learning_rate=1e-5")[0].startswith(f"{QUICKSTART}:"), "the line that no longer fits"
 
@@ -215,7 +215,7 @@ def test_a_missing_recipe_names_the_nearest() -> None:
     assert line.endswith(f"nearest: {QUICKSTART}")
 
 
-def test_options_with_dashes_are_answered() -> None:
+def test_options_with_dashes_get_a_hint() -> None:
     for argument, says in (
         ("--learning_rate=1", "section.key=value"),
         ("--max_seq_length", "data.sequence_length=VALUE"),
@@ -226,8 +226,8 @@ def test_options_with_dashes_are_answered() -> None:
         assert says in str(caught.value)
 
 
-def test_a_dry_run_is_requested_outside_of_the_recipe() -> None:
-    """It may stand anywhere, and it is no part of the recipe: the same run follows it."""
+def test_dry_run_is_an_option_next_to_the_recipe() -> None:
+    """It may be anywhere on the line and is not part of the recipe: the same run follows it."""
     for arguments, mode in (
         ([], Mode.TRAIN),
         (["--dry-run"], Mode.DRY_RUN),
@@ -280,7 +280,7 @@ def test_schema_and_reference_are_fresh() -> None:
     assert schema["$defs"]["TrainingConfig"]["properties"]["global_batch_size"]["description"]
 
 
-def test_learned_keys_are_distinguished_from_the_others() -> None:
+def test_keys_of_training_are_distinguished_from_keys_of_execution() -> None:
     base = load_config(QUICKSTART).model_dump(mode="json")
 
     def changes(*overrides: str) -> dict[str, tuple[object, object]]:

@@ -46,7 +46,7 @@ def test_a_recipe_loads_names_its_schema_and_no_hardware(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_the_header_says_what_to_expect_and_from_where(file: Path) -> None:
+def test_the_header_states_what_to_expect_and_its_source(file: Path) -> None:
     header = [line for line in file.read_text().splitlines() if line.startswith("# ")][1:]
     for name in ("Reproduces", "Model", "Data", "Hardware", "Tokens", "Expected"):
         assert sum(line.startswith(f"# {name}: ") for line in header) == 1, name
@@ -144,7 +144,7 @@ def test_finetune_on_files_of_any_kind(hub: Path, tmp_path: Path, words: list[st
     assert "fine-tuned from" in card
 
 
-# By name: overrides other than sizes and places, and the start block's line about the data.
+# By name: overrides other than sizes and places, and what the start block prints about the data.
 ON_THE_HUB = {
     "pretrain_gpt2-124m_fineweb-edu": ("model.config={n_embd: 16, n_layer: 2, n_head: 2}", None),
     "pretrain_llama-1b_fineweb-edu": (
@@ -221,7 +221,7 @@ def test_pretrain_synthetic_reaches_the_entropy_rate_and_never_goes_below(
     assert corpus.evaluation is not None
     (held_out,) = corpus.evaluation(Skipped(0))
     states = np.array([SYMBOLS.index(c) for c in held_out.text])
-    truth = -np.log(transitions[states[:-1], states[1:]])  # what the source itself would say of the held-out text
+    truth = -np.log(transitions[states[:-1], states[1:]])  # the source's own loss on the held-out text
     error = truth.std() / math.sqrt(len(truth))
     print(
         f"loss {loss:.4f}, entropy rate {rate:.4f} ({loss / rate:.4f}), truth on the held-out text {truth.mean():.4f} +- {error:.4f}"

@@ -50,7 +50,7 @@ def data_of(*files: Path, tokenizer: TokenizerConfig = BYTE, batch: int = 1, **k
 
 
 def all_ids(rows: Rows) -> list[int]:
-    """The tokens of a split, put together again from its rows."""
+    """Tokens of a split, put together again from its rows."""
     ids: list[int] = []
     for row in range(len(rows)):
         batch = rows[row]
@@ -72,7 +72,7 @@ def documents_of(data: Data, rows: Rows) -> list[str]:
     return documents
 
 
-def test_every_document_is_complete_and_on_one_side(text_file: Path, words: list[str]) -> None:
+def test_every_document_comes_back_complete_on_one_side(text_file: Path, words: list[str]) -> None:
     data = data_of(text_file, eval_fraction=0.2)
     train, held_out = documents_of(data, data.train), documents_of(data, data.evaluation)
     assert sorted(train + held_out) == sorted(words)
@@ -150,7 +150,7 @@ def split(texts: list[str], fraction: float, **more: Any) -> tuple[list[str], li
     return sides[0], sides[1], counts
 
 
-def test_no_more_than_twice_what_was_asked_is_held_out_whatever_the_documents() -> None:
+def test_at_most_twice_the_requested_share_is_held_out_whatever_the_documents() -> None:
     choose = random.Random(5)
     num_as_before = 0
     for case in range(300):
@@ -187,7 +187,7 @@ def test_every_copy_of_a_lone_document_is_cut() -> None:
     assert (len(tail.encode()), counts["as_in_rows_1"]) == (57, False), "by bytes, where characters would be too many"
 
 
-def test_conversations_too_few_to_hold_one_out_are_refused() -> None:
+def test_conversations_of_which_no_complete_one_can_be_held_out_are_refused() -> None:
     texts = [f"{number}" * 100 for number in range(5)]
     with pytest.raises(
         DataError, match=r"data.eval_fraction must be at least 0.1 to hold out a whole one.*, got 0.09;"
@@ -257,7 +257,7 @@ def documents_in(file: Path, content: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["x.JSONL", "x.ndjson", "x.NDJSON"])
-def test_records_are_known_by_every_spelling_of_their_suffix(name: str, tmp_path: Path) -> None:
+def test_records_are_recognised_by_every_spelling_of_their_suffix(name: str, tmp_path: Path) -> None:
     assert documents_in(tmp_path / name, b'{"text": "one"}\n{"text": "two"}\n') == ["one", "two"]
 
 
@@ -282,7 +282,7 @@ def test_a_text_file_of_json_lines_is_refused(tmp_path: Path) -> None:
         (b"\ntext,text\na,b\n", "x.csv:2: must name each column once, got 'text' twice"),
     ],
 )
-def test_csv_that_would_be_read_as_less_than_it_holds_is_refused(content: bytes, says: str, tmp_path: Path) -> None:
+def test_csv_that_would_lose_content_when_read_is_refused(content: bytes, says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(says)):
         documents_in(tmp_path / "x.csv", content)
 
@@ -317,10 +317,10 @@ def test_a_damaged_table_is_one_line(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EPERM], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.parquet"])
-def test_a_file_that_cannot_be_read_is_named_and_no_matter_of_the_disk(
+def test_an_unreadable_file_is_named_and_not_reported_as_a_disk_error(
     number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted, for who may do everything is refused nothing."""
+    """Simulated, because root is never refused a file."""
     import pyarrow.parquet
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -336,9 +336,7 @@ def test_a_file_that_cannot_be_read_is_named_and_no_matter_of_the_disk(
             read()
 
 
-def test_an_error_about_a_file_that_may_not_be_read_is_no_matter_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_permission_error_on_a_file_is_not_a_disk_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from acc_lm.runtime import explain
 
     (tmp_path / "x").touch()
@@ -393,7 +391,7 @@ def test_hub_takes_a_local_folder_as_a_data_set(words: list[str], tmp_path: Path
     assert sorted(documents_of(data, data.train) + documents_of(data, data.evaluation)) == sorted(words)
 
 
-def test_a_local_data_set_is_known_by_its_records_wherever_and_whenever_it_was_written(
+def test_a_local_data_set_is_identified_by_its_records_not_by_place_or_time(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def data_in(name: str, texts: list[str]) -> Data:
@@ -412,7 +410,7 @@ def test_a_local_data_set_is_known_by_its_records_wherever_and_whenever_it_was_w
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char", "byte"])
-def test_tokenizers_lose_nothing_even_of_text_they_have_not_seen(kind: str, words: list[str]) -> None:
+def test_tokenizers_lose_nothing_even_of_unseen_text(kind: str, words: list[str]) -> None:
     tokenizer = make_tokenizer(TokenizerConfig(kind=kind, vocab_size=320), words)
     encoder = text_encoder(tokenizer)
     for text in (words[0], "Ω new\t 字 👩‍👩‍👧 \n\n end", "a <|endoftext|> inside is text"):
@@ -438,7 +436,7 @@ def test_a_bpe_is_trained_on_the_training_split_only(tmp_path: Path) -> None:
     assert not any("xy" in token for token in vocabulary)
 
 
-def test_long_documents_are_encoded_in_pieces_without_a_trace() -> None:
+def test_encoding_long_documents_in_pieces_leaves_no_trace() -> None:
     text = "".join(f"word {i} of a line\n" for i in range(PIECE // 12))
     encoder = text_encoder(make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), [text[:5000]]))
     pieces = cut_text(text, encoder)
@@ -449,14 +447,14 @@ def test_long_documents_are_encoded_in_pieces_without_a_trace() -> None:
 
 
 def prefixing_tokenizer(**vocabulary: int) -> PreTrainedTokenizerFast:
-    """It knows whole words, and marks where a text begins as sentencepiece does."""
+    """A tokenizer that knows complete words, and marks where a text begins as sentencepiece does."""
     vocabulary = {"<eos>": 0, "<unk>": 1} | {name.replace("_", "▁"): number for name, number in vocabulary.items()}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
 
 
-def test_a_long_document_has_one_beginning_for_a_tokenizer_that_marks_it(tmp_path: Path) -> None:
+def test_a_long_document_has_one_start_mark_if_the_tokenizer_sets_one(tmp_path: Path) -> None:
     tokenizer = prefixing_tokenizer(_a=2, _b=3)
     text = "a\n b\n" * (PIECE // 4)
     encoder = text_encoder(tokenizer)
@@ -470,7 +468,7 @@ def test_a_long_document_has_one_beginning_for_a_tokenizer_that_marks_it(tmp_pat
 
 
 @pytest.mark.parametrize("how", ["rows", "streaming", "evaluation set", "conversations"])
-def test_ids_above_16_bits_are_kept_in_a_vocabulary_with_holes(how: str, tmp_path: Path) -> None:
+def test_ids_above_16_bits_are_kept_exactly_in_a_vocabulary_with_holes(how: str, tmp_path: Path) -> None:
     assert [id_dtype(size) for size in (65536, 65537)] == [np.uint16, np.uint32]
     tokenizer = prefixing_tokenizer(_red=70_000, _green=70_001, _blue=2, red=5)
     length = 16 if how == "conversations" else 4
@@ -508,7 +506,7 @@ def test_ids_above_16_bits_are_kept_in_a_vocabulary_with_holes(how: str, tmp_pat
     assert all({70_000, 70_001} & ids and ids <= {0, 1, 2, 5, 70_000, 70_001} for ids in found), found
 
 
-def test_the_cache_is_found_again_wherever_the_files_lie(
+def test_the_cache_is_found_again_wherever_the_files_are(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
@@ -523,7 +521,7 @@ def test_the_cache_is_found_again_wherever_the_files_lie(
 @pytest.mark.parametrize(
     "change", [{"eval_fraction": 0.3}, {"text_column": "text2"}, {"tokenizer": TokenizerConfig(kind="char")}]
 )
-def test_what_decides_the_rows_decides_the_key(change: dict[str, Any], tmp_path: Path) -> None:
+def test_everything_that_decides_the_rows_is_in_the_key(change: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(
         "".join(json.dumps({"text": f"a {i} b" * 9, "text2": f"c {i}" * 9}) + "\n" for i in range(9))
     )
@@ -539,7 +537,7 @@ def test_changed_content_changes_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "tokenizer", "evaluation set", "stream"])
-def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(
+def test_a_file_written_to_while_it_is_read_leaves_nothing_in_the_cache(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
@@ -564,7 +562,7 @@ def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(
         return build_data(DataConfig.model_validate(values), made_of_text, tokenizer, 0, 1)
 
     def grow(self: Skipped, allowed: int, count: int = 0) -> None:
-        """Called when the reading begins."""
+        """Called when reading begins."""
         if file.read_bytes() == original:
             file.write_bytes(original + b'{"text": "more"}\n')
         self.allowed, self.count = allowed, count
@@ -582,8 +580,8 @@ def test_a_file_that_is_written_to_while_it_is_read_leaves_nothing_in_the_cache(
     assert (build().facts, build().set_facts) == (expected.facts, expected.set_facts)
 
 
-def test_rows_that_an_earlier_version_made_are_known_by_the_key_that_it_gave_them(tmp_path: Path) -> None:
-    """Keys recorded with that version: a run that it started resumes."""
+def test_rows_made_by_an_earlier_version_are_found_by_the_key_that_it_gave_them(tmp_path: Path) -> None:
+    """Keys recorded with that version: a run that it began resumes."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i} " * 9}) + "\n" for i in range(40)))
     (tmp_path / "b.txt").write_text("a book " * 200)
     a, b = tmp_path / "a.jsonl", tmp_path / "b.txt"
@@ -629,7 +627,7 @@ def test_a_cache_without_locks_and_flushes_costs_a_line_each(
     ]  # fmt: skip
 
     def build(work: Path) -> None:
-        """While another process is as far."""
+        """While another process has reached the same point."""
         (work / "mine").touch()
         if not (tmp_path / "cache/key").exists():
             with monkeypatch.context() as elsewhere:
@@ -646,7 +644,7 @@ def test_a_cache_without_locks_and_flushes_costs_a_line_each(
         make_once(tmp_path / "cache", "other", lambda work: write_facts(work, {}), True)
 
 
-def test_a_cache_that_is_killed_while_built_or_damaged_is_built_again(
+def test_a_cache_that_is_killed_while_built_or_damaged_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
@@ -675,7 +673,7 @@ def test_a_cache_that_is_killed_while_built_or_damaged_is_built_again(
     assert np.array_equal(tokens, again.train.tokens)
 
 
-def test_the_loader_reads_exactly_the_asked_rows_with_and_without_workers(text_file: Path) -> None:
+def test_the_loader_reads_exactly_the_requested_rows_with_and_without_workers(text_file: Path) -> None:
     data = data_of(text_file)
     batches = MicroBatches(
         RowOrder(0, len(data.train), 8), micro_batch_size=4, process=0, num_processes=1, first_step=2, last_step=6
@@ -737,7 +735,7 @@ def test_the_synthetic_source_has_the_entropy_it_claims() -> None:
     assert 1.5 < entropy_rate(transitions) < math.log(64) - 0.5
 
 
-def test_both_splits_keep_documents_apart_when_asked(tmp_path: Path) -> None:
+def test_both_splits_keep_documents_apart_on_request(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(40)))
     apart = data_of(tmp_path / "text.jsonl", attend_across_documents=False)
     together = data_of(tmp_path / "text.jsonl")
@@ -750,7 +748,7 @@ def test_both_splits_keep_documents_apart_when_asked(tmp_path: Path) -> None:
 
 
 def test_after_the_end_of_the_text_a_row_holds_the_first_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not whatever the memory held: it may be no id at all."""
+    """And not what the memory held before, which may be no id."""
     monkeypatch.setattr("acc_lm.rows.text_rows.np.empty", lambda shape, dtype: np.full(shape, 10**9, dtype))
     rows = Rows(np.arange(1, 11, dtype=np.uint16), 4)
     batch = rows.__getitems__([1, 2, -1])

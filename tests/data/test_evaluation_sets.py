@@ -1,4 +1,4 @@
-"""Evaluation sets by name: each has the value that it has alone, on every engine, and stands everywhere that a loss stands."""
+"""Evaluation sets by name: each has the value that it has alone, on every engine, and is reported wherever a loss is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from acc_lm.run_files.metrics_file import read
 
 @pytest.fixture(scope="module")
 def files(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A text file, and records of which some are in the training text."""
+    """A text file, and records, some of which are in the training text."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "novel.txt").write_text("A tree by the river sings, naïve as 日本.\n" * 9)
     (folder / "seen.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words[:5]))
@@ -39,7 +39,7 @@ def named(files: dict[str, Path]) -> str:
 def evaluate(
     tiny: list[str], model: Path, run: Path, *more: str, config: str = "", num_processes: int = 1
 ) -> dict[str, float]:
-    """Result of `--eval-only`."""
+    """Values that `--eval-only` measures."""
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes) if config else {}
     existing = ["model.config=null", f"model.name_or_path={model}", "tokenizer.kind=byte"]
     finished = run_training(
@@ -106,7 +106,7 @@ def test_sets_are_reported_wherever_the_held_out_loss_is(
     from test_tracking import scalars_of
 
     assert scalars_of(run)["eval/novel/loss"] == [3, 6]
-    # They are looked at and nothing else: the run is the one without them, and may resume with others.
+    # They are only evaluated: the run is the one without them, and may be resumed with others.
     assert (run / "final/model.safetensors").read_bytes() == (plain / "final/model.safetensors").read_bytes()
     only = {"novel": files["novel"]}
     finished = run_training([*tiny, f"output_dir={plain}", named(only), "training.max_steps=8"])

@@ -50,7 +50,7 @@ def test_an_existing_model_is_evaluated_at_step_0(tiny: list[str], tmp_path: Pat
     assert not (other / "checkpoints").exists()
 
 
-def test_how_it_was_trained_does_not_matter_but_what_it_is_does(tiny: list[str], tmp_path: Path) -> None:
+def test_evaluation_ignores_how_a_model_was_trained_but_not_what_it_is(tiny: list[str], tmp_path: Path) -> None:
     run_training([*tiny, "training.eval_every=null"])
     expected = read(tmp_path / "run")[-1]["eval/loss"]
     others = [

@@ -17,7 +17,7 @@ from acc_lm.rows.text_rows import Rows
 
 
 def held_out_rows() -> Rows:
-    """19 whole rows and one of 5 targets; tokens stand for 0 to 4 bytes."""
+    """19 full rows and one of 5 targets; tokens stand for 0 to 4 bytes."""
     random = np.random.RandomState(0)
     tokens = random.randint(0, 64, size=19 * 16 + 5 + 1).astype(np.uint16)
     return Rows(tokens, 16, random.randint(0, 5, size=len(tokens)).astype(np.uint32))

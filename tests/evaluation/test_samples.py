@@ -1,4 +1,4 @@
-"""Text that the model writes at each evaluation: what generation gives on every engine, and no step is another for it."""
+"""Samples at each evaluation: what generation gives on every engine; they change no step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samples(run: Path) -> dict[int, list[tuple[str, str]]]:
 
 
 def generated(run: Path, prompts: list[Any], num_tokens: int) -> list[str]:
-    """Text that transformers' own generation makes of the exported weights; a list is a conversation."""
+    """Text that transformers' own generation makes with the exported weights; a list is a conversation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,8 +98,8 @@ def test_in_conversations_a_prompt_is_a_users_turn(packing: bool, tiny: list[str
 
 
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_no_step_is_another_for_the_samples(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
-    """With dropout, which draws numbers; and a prompt that is longer than a row."""
+def test_samples_change_no_step(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
+    """With dropout, which draws random numbers; and a prompt that is longer than a row."""
     dropout = [
         *tiny,
         DROPOUT,
@@ -118,7 +118,7 @@ def test_no_step_is_another_for_the_samples(num_processes: int, tiny: list[str],
     assert not (tmp_path / "without" / SAMPLES).exists()
 
 
-def test_each_sample_is_written_once_whatever_interrupts(tiny: list[str], tmp_path: Path) -> None:
+def test_each_sample_is_recorded_once_whatever_interrupts(tiny: list[str], tmp_path: Path) -> None:
     """Stopped where an evaluation is due, killed between its samples and its line, and again before the next checkpoint."""
     arguments = [*tiny, *ASKED, "training.eval_every=1", "checkpoint.every=3", "checkpoint.keep_best=0"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])
@@ -151,7 +151,7 @@ def test_weights_and_biases_gets_a_table() -> None:
         (["tracking.sample_tokens=3", "tracking.sample_prompts=[3]"], r"tracking\.sample_prompts\.0 must be a string, got 3"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line(overrides: list[str], message: str, tiny_recipe: Path) -> None:
+def test_each_refusal_is_one_line(overrides: list[str], message: str, tiny_recipe: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_config(tiny_recipe, overrides)
     assert len(error.value.problems) == 1

@@ -1,4 +1,4 @@
-"""`final/` in EleutherAI's evaluation harness, on a task of its own; only by `pytest -m lm_eval`, with the extra lm-eval."""
+"""`final/` in EleutherAI's evaluation harness, on a task defined here; only by `pytest -m lm_eval`, with the extra lm-eval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_conversations import write as write_exchanges
 from test_evaluate_cli import adapter_run, chat_run, chats, evaluate, figures, folder, imported, rows_of  # noqa: F401
 
 TASKS = {
-    # What a run learns of an answer: its tokens and the one that ends it, after the ids of the prompt.
+    # What a run learns from an answer: its tokens and the end token, after the ids of the prompt.
     "answers": """
 task: answers
 dataset_path: json
@@ -45,7 +45,7 @@ metadata: {{version: 1}}
 
 
 def harness(model: str, task: str, file: Path, here: Path, *more: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Results and samples of one task, by the harness's own command."""
+    """Results and samples of one task, from the harness's own command."""
     here.mkdir()
     (here / f"{task}.yaml").write_text(TASKS[task].format(file=file))
     environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}

@@ -1,4 +1,4 @@
-"""Several sources in one run: exact shares, every source through its own epochs, the same rows on any split, reported apart."""
+"""Several sources in one run: exact shares, every source through its own epochs, the same rows on any split, reported separately."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_block_has_the_shares_and_every_source_goes_through_its_own_epochs
             assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
 
 
-def test_the_sequence_depends_on_the_seed_alone_and_any_step_is_found_at_once() -> None:
+def test_the_sequence_depends_on_the_seed_alone_and_any_step_is_found_directly() -> None:
     whole = sequence(ORDER, 240)
     for size in (1, 6, 24):
         other = MixedOrder(5, 50, size, sizes=SIZES, counts=(3, 5, 2))
@@ -96,7 +96,7 @@ def test_the_sequence_depends_on_the_seed_alone_and_any_step_is_found_at_once() 
 GOLDEN = [10, 27, 47, 37, 5, 48, 1, 38, 9, 3]
 
 
-def test_what_was_taken_of_each_source_is_known_at_every_place() -> None:
+def test_how_much_was_taken_of_each_source_is_known_at_every_position() -> None:
     rows = MixedRows([text_rows(SIZES[0], 1), text_rows(SIZES[1], 2), text_rows(SIZES[2], 3)])
     order, first = MixedOrder(5, 50, 8, sizes=SIZES, counts=(3, 5, 2)), np.cumsum([0, *SIZES])
     whole = sequence(order, 208)
@@ -180,7 +180,7 @@ def build(values: dict[str, Any], cache: Path, **tokenizer: Any) -> Data:
     return build_data(config, TokenizerConfig(**(tokenizer or {"kind": "byte"})), None, 0, 4)
 
 
-def test_each_source_is_what_it_would_be_alone(files: dict[str, Path], tmp_path: Path) -> None:
+def test_each_source_has_the_rows_that_it_would_have_alone(files: dict[str, Path], tmp_path: Path) -> None:
     data = build(mixture_of(files, evaluation_sets={"own": str(files["words"])}), tmp_path)
     assert isinstance(data.train, MixedRows)
     assert list(data.evaluation_sets) == ["plain", "code", "own"]
@@ -222,7 +222,7 @@ def test_conversations_of_several_formats_are_mixed(packing: bool, files: dict[s
     assert int((batch["targets"] != IGNORE_INDEX).sum()) == data.train.count_targets(order.rows_at(1))
 
 
-def test_token_counts_are_one_pass(files: dict[str, Path], tmp_path: Path) -> None:
+def test_token_counts_are_of_one_pass(files: dict[str, Path], tmp_path: Path) -> None:
     values = mixture_of(files)
     for source, tokens in zip(values["mixture"], (3000, 999), strict=True):
         source.pop("weight")
@@ -235,7 +235,7 @@ def test_token_counts_are_one_pass(files: dict[str, Path], tmp_path: Path) -> No
     assert order.count_steps(1) == -(-order.num_rows // 4)
 
 
-# --- whole runs ----------------------------------------------------------------------------------------------------
+# --- complete runs -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_a_bad_mixture_is_one_line(case: str, tiny: list[str], files: dict[str, 
     assert expected in finished.output
 
 
-def test_a_mixture_with_another_source_is_refused(tiny: list[str], files: dict[str, Path]) -> None:
+def test_a_mixture_together_with_another_source_is_refused(tiny: list[str], files: dict[str, Path]) -> None:
     entry = f"[{{files: {files['plain']}, weight: 1}}]"
     finished = run_training([*tiny, f"data.mixture={entry}"], expect=2)
     assert "data.mixture must be empty for source files, got 1; set data.source to mixture" in finished.output

@@ -52,7 +52,7 @@ def test_processes_share_the_rows_of_each_step_without_overlap(num_processes: in
         assert all(len(batch) == micro_batch_size for batches in per_process for batch in batches)
 
 
-def test_a_batch_larger_than_the_data_goes_round() -> None:
+def test_a_batch_larger_than_the_data_wraps_around() -> None:
     rows = RowOrder(seed=1, num_rows=3, global_batch_size=8).rows_at(1)
     assert np.bincount(rows).tolist() in ([3, 3, 2], [3, 2, 3], [2, 3, 3])
 
@@ -65,7 +65,7 @@ def test_steps_of_epochs() -> None:
     assert not any(order.completes_epochs(step, None) for step in range(1, 20))
 
 
-def test_with_another_global_batch_the_places_continue() -> None:
+def test_with_another_global_batch_the_position_continues() -> None:
     before = RowOrder(seed=1, num_rows=25, global_batch_size=8)
     progress = Progress()
     for step in range(1, 5):
@@ -77,12 +77,12 @@ def test_with_another_global_batch_the_places_continue() -> None:
         assert rows.tolist() == np.concatenate([before.rows_at(step) for step in range(5, 13)])[: len(rows)].tolist()
         assert order.count_steps(3) == 4 + -(-(75 - 32) // size)
     assert [step for step in range(5, 16) if RowOrder(1, 25, 5, progress.lag(5)).completes_epochs(step, 1)] == [8, 13]
-    # One step further it is the same order: nothing but the progress has to be remembered.
+    # One step further it is the same order: only the progress has to be remembered.
     order = RowOrder(1, 25, 12, progress.lag(12))
     assert progress.advance(order.rows_at(5), 1).lag(12) == progress.lag(12)
 
 
-def test_the_ledger_knows_order_and_place() -> None:
+def test_the_ledger_records_order_and_position() -> None:
     rows = [np.array([1, 2]), np.array([3])]
     chained = extend_ledger(extend_ledger("", rows[0]), rows[1])
     assert chained != extend_ledger(extend_ledger("", rows[1]), rows[0])
@@ -111,8 +111,8 @@ class Rows12(RowOrder):
         return np.array([4, 7, 0, 11, 3, 9, 1, 10, 6, 2, 8, 5])
 
 
-def test_rows_of_about_the_same_length_meet_in_a_micro_batch_and_processes_take_turns_in_going_first() -> None:
-    """Rows 0 to 11 have the lengths 12 to 1, and row 9 that of row 8: as many are as long, they stay in the batch's order."""
+def test_rows_of_similar_length_share_a_micro_batch_and_processes_alternate() -> None:
+    """Rows 0 to 11 have the lengths 12 to 1, and row 9 that of row 8: rows of equal length stay in the batch's order."""
     lengths = np.array([12, 11, 10, 9, 8, 7, 6, 5, 4, 4, 2, 1])
     shares = [
         [batch.tolist() for batch in MicroBatches(

@@ -1,4 +1,4 @@
-"""Packed rows: every item in one of them, and no number differs from that of the items alone."""
+"""Packed rows: every item is in one of them, and no number differs from that of the items alone."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PLACES = 48
 
 
 def alpaca_lengths(num_items: int = 52_000) -> np.ndarray:
-    """Places of items as Alpaca's are: 120 in the mean, log-normal, cut at 512."""
+    """Lengths of items like Alpaca's: 120 in the mean, log-normal, cut at 512."""
     logarithms = np.random.default_rng(0).normal(np.log(95), 0.7, num_items)
     return np.clip(np.exp(logarithms), 1, 512).astype(np.int64)
 
 
 def make_rows(num_items: int = 24, places: int = PLACES, vocab_size: int = 64, **keywords: Any) -> PackedRows:
-    """Items of 2 to 3/4 of a row, some tokens no targets; the first item has none, and one fills a row."""
+    """Items of 2 to 3/4 of a row, some tokens are not targets; the first item has none, and one fills a row."""
     choose = np.random.default_rng(3)
     sizes = choose.integers(2, places * 3 // 4, num_items)
     sizes[1] = places + 1
@@ -75,7 +75,7 @@ def items_of(rows: PackedRows, chosen: Any) -> list[tuple[torch.Tensor, torch.Te
 # --- which item goes where -----------------------------------------------------------------------------------------
 
 
-def test_hardly_any_place_of_alpaca_stays_empty_and_every_item_is_in_one_row() -> None:
+def test_packed_alpaca_leaves_few_positions_empty_and_every_item_is_in_one_row() -> None:
     lengths = alpaca_lengths()
     packing = pack(lengths, 512)
     assert np.array_equal(np.sort(packing.items), np.arange(len(lengths)))
@@ -256,7 +256,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {}),
 }  # fmt: skip
 OURS = ["llama", "qwen3", "gpt2", "gpt_neox", "olmo2", "phi3", "gemma3", "cohere"]
-# Norms that compute in float32 whatever the model is in
+# Norms that compute in float32 whatever the model's type
 EXACT_IN_FLOAT64 = ["gpt2", "gpt_neox"]
 
 
@@ -383,7 +383,7 @@ def test_a_run_that_keeps_documents_apart_is_the_same_on_any_backend(
 
 
 @pytest.mark.parametrize("name", EXACT_IN_FLOAT64)
-def test_in_float64_nothing_is_left_but_rounding(name: str) -> None:
+def test_in_float64_only_rounding_remains(name: str) -> None:
     batch, expected = case(name, torch.float64)
     model = make_model(name, torch.float64)
     loss = model(**batch)
@@ -392,7 +392,7 @@ def test_in_float64_nothing_is_left_but_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3 window"])
-def test_compiled_it_is_the_same_in_one_graph(name: str) -> None:
+def test_compiled_packing_is_the_same_in_one_graph(name: str) -> None:
     torch._dynamo.reset()
     batch, expected = case(name)
     model = make_model(name)
@@ -404,11 +404,13 @@ def test_compiled_it_is_the_same_in_one_graph(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("flex", [False, True], ids=["", "flex"])
-def test_compiled_for_good_it_is_the_same(name: str, flex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compiler that a run uses; a CPU has the forward pass of FlexAttention only."""
+def test_packing_compiled_by_the_compiler_of_a_run_is_the_same(
+    name: str, flex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the compiler that a run uses; a CPU has the forward pass of FlexAttention only."""
     from transformers.utils.output_capturing import _active_collector
 
-    monkeypatch.setattr(_active_collector, "compiling", False)  # put back at the end, which transformers forgets
+    monkeypatch.setattr(_active_collector, "compiling", False)  # restored at the end, which transformers forgets
     torch._dynamo.reset()
     batch, expected = case(name)
     if flex:
@@ -435,20 +437,20 @@ NO_PACKING = {
 
 @pytest.mark.parametrize("fault", NO_PACKING)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_is_not_packing_is_seen(name: str, fault: str) -> None:
+def test_wrong_packing_is_detected(name: str, fault: str) -> None:
     batch, expected = case(name)
     model = make_model(name)
     loss = model(**NO_PACKING[fault](batch))
     loss.backward()
     loss_off, gradient_off = differences(model, loss, expected)
     print(f"{name}, {fault}: loss {loss_off:.1e}, gradients {gradient_off:.1e}")
-    # Rotary positions are relative: where no document sees another, only rounding would tell where it stands.
+    # Rotary positions are relative: where no document sees another, only rounding would show a document's position.
     seen = name == "gpt2" or fault != "documents, and positions that do not restart"
     assert (loss_off > 1e-5 and gradient_off > 1e-2) is seen
 
 
 @pytest.mark.parametrize("fault", ["documents, and positions that do not restart", "neither"])
-def test_transformers_own_attention_goes_by_the_positions(fault: str) -> None:
+def test_transformers_own_attention_separates_documents_by_the_positions(fault: str) -> None:
     batch, expected = case("gemma3 window")
     model = make_model("gemma3 window")
     loss = model(**NO_PACKING[fault](batch))
@@ -486,7 +488,7 @@ def test_bf16_autocast_stays_within_its_band() -> None:
     assert gradient_off <= 5e-2
 
 
-# --- architectures that cannot -------------------------------------------------------------------------------------
+# --- architectures that cannot pack --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -530,7 +532,7 @@ FAULTS = ["sees the document before", "ignores positions", "leaks a gradient", "
 
 
 @pytest.mark.parametrize("fault", ["sees all before", *FAULTS])
-def test_the_check_sees_what_it_is_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_what_it_is_for(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("gpt2" if fault == "ignores positions" else "llama")
     own, head = model.base_model.forward, model.lm_head.forward
 
@@ -574,7 +576,7 @@ def test_the_blocks_of_a_gpu_are_the_mask_of_the_cpu() -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     documents = torch.sort(torch.randint(0, 5, (3, 300), generator=torch.Generator().manual_seed(0)))[0]
-    with torch.compiler.set_stance("force_eager"):  # only its values are asked for
+    with torch.compiler.set_stance("force_eager"):  # only its values are needed
         blocks = block_mask(documents)
     assert torch.equal(create_mask(blocks.mask_mod, 3, 1, 300, 300, device="cpu"), document_mask(documents))
     computed = torch.zeros(3, 3, 3, dtype=torch.bool)
@@ -645,10 +647,10 @@ def test_heads_that_are_too_small_for_flex_attention_are_refused_on_a_gpu() -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2 soft cap", "mistral window", "gpt_oss sinks"])
-def test_on_a_gpu_packed_is_alone_too(name: str, compiled: bool) -> None:
+def test_packed_rows_equal_their_items_alone_on_a_gpu_too(name: str, compiled: bool) -> None:
     batch, expected = case(name)
 
-    def run() -> float:  # in a process of its own: this one must not know the device, or it could not fork
+    def run() -> float:  # in a separate process: this one must not initialise the device, or it could not fork
         model = make_model(name).cuda()
         if name not in OURS:
             use_block_masks(model)
@@ -681,7 +683,7 @@ STEPS = 6
 
 
 def train_rows(scenario: Scenario, padded: bool) -> list[dict[str, float]]:
-    """A few steps on packed rows, or on the same items one in a row; called by every process."""
+    """Train a few steps on packed rows, or on the same items one in a row; called by every process."""
     import os
 
     from acc_lm import runtime

@@ -1,4 +1,4 @@
-"""Streams: the rows that disk would give, whatever reads them and however often it is stopped; what fails has a name."""
+"""Streams: the rows that disk would give, however they are read and however often stopped; failures are named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENIZER = make_tokenizer(TokenizerConfig(kind="byte"), [])
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Files of every kind with 5 to 15 documents each, and a separate text to evaluate on."""
+    """Files of every kind with 5 to 15 documents each, and a separate text for evaluation."""
     import pyarrow
     import pyarrow.parquet
 
@@ -281,8 +281,8 @@ def job_of(config: DataConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_reader_waits_for_who_does_not_read(shards: list[Path]) -> None:
-    """Its text has no end: without back-pressure it would never be still."""
+def test_a_reader_waits_for_a_consumer_that_does_not_read(shards: list[Path]) -> None:
+    """Its text has no end: without back-pressure it would never pause."""
     reader = StreamReader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
     try:
         reader.next_chunk()
@@ -306,7 +306,7 @@ def test_a_reader_that_dies_is_an_error(shards: list[Path]) -> None:
         list(iter(reader.next_chunk, None))
 
 
-# --- whole runs ----------------------------------------------------------------------------------------------------
+# --- complete runs -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_a_killed_stream_resumes_bit_for_bit(shuffle_buffer: str, streamed: list
 
 
 def is_reader_of(process: psutil.Process, folder: Path) -> bool:
-    """Its parent was this test's, so now it has none of ours."""
+    """By its environment: its parent, a process of this test, is gone."""
     try:
         return (
             "acc_lm.rows.stream_reader" in process.cmdline()
@@ -368,10 +368,10 @@ def is_reader_of(process: psutil.Process, folder: Path) -> bool:
     "config",
     ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("deepspeed_zero3", marks=pytest.mark.slow)],
 )
-def test_any_number_of_processes_learns_the_same_rows_and_resumes_another(
+def test_any_number_of_processes_learns_the_same_rows_and_another_can_resume(
     config: str, streamed: list[str], tmp_path: Path
 ) -> None:
-    """Complete on one, complete on two, and six steps on two that one process resumes from."""
+    """Complete on one, complete on two, and six steps on two from which one resumes."""
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
     one, two, mixed = (tmp_path / name for name in ("one", "two", "mixed"))
     run_training([*streamed, f"output_dir={one}"])
@@ -410,7 +410,7 @@ def test_a_dataset_streams_as_its_files_do(streamed: list[str], tmp_path: Path) 
     assert metrics_of(tmp_path / "files") == metrics_of(tmp_path / "hub")
 
 
-def test_a_streamed_dataset_is_known_by_its_files_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_streamed_dataset_is_identified_by_its_files_wherever_it_is(tmp_path: Path) -> None:
     def key(folder: str, *names: str) -> str:
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -427,7 +427,7 @@ def test_a_streamed_dataset_is_known_by_its_files_wherever_it_lies(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: list[Path], tmp_path: Path) -> None:
-    """The last shard of stream 1 is cut short; repaired, the run resumes from its checkpoint."""
+    """The last shard of stream 1 is truncated; once it is repaired, the run resumes from what it had saved."""
     arguments = [*streamed, "training.max_steps=30", "checkpoint.every=5"]
     run_training([*arguments, f"output_dir={tmp_path / 'whole'}"])
     saved = shards[5].read_bytes()
@@ -446,7 +446,7 @@ def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: 
     assert_equal_runs(tmp_path / "whole", tmp_path / "run", 30)
 
 
-def test_a_stream_that_comes_to_its_end_begins_again_and_says_so(streamed: list[str], tmp_path: Path) -> None:
+def test_a_stream_that_reaches_its_end_begins_again_and_says_so(streamed: list[str], tmp_path: Path) -> None:
     finished = run_training([*streamed, "training.max_steps=40"])
     assert "was read to its end, pass 1; it continues with its first shard" in finished.output
     assert "train/epoch" not in read(tmp_path / "run")[0]
@@ -504,7 +504,7 @@ def test_a_folder_of_empty_records_is_no_endless_loop(streamed: list[str], tmp_p
     assert "each of the 4 streams must have text, got none in stream 0" in finished.output
 
 
-def test_rows_of_a_stream_can_be_had_only_while_it_is_read(shards: list[Path]) -> None:
+def test_rows_of_a_stream_are_available_only_while_it_is_read(shards: list[Path]) -> None:
     data = build_data(config_of(shards, streaming=True, num_streams=4), TokenizerConfig(kind="byte"), None, 3, 8)
     assert data.train[0]["targets"].shape == (1, 16)
     with pytest.raises(AssertionError):
