@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent; a damaged one is named and skipped; one of another run is refused."""
+"""A checkpoint is complete or absent; a damaged one is named and skipped; one that belongs to something else is refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
     name: str, damage: str, run: Path, tiny: list[str]
 ) -> None:
     DAMAGES[damage](newest(run) / name)
@@ -87,8 +87,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert (run / "checkpoints/step-00000006" / MANIFEST).is_file(), "and written again"
 
 
-def test_by_size_only_what_is_not_there_is_seen(run: Path, tiny: list[str]) -> None:
-    """`checkpoint.verify=size` reads no tensor: a changed byte of one is loaded, a cut file or a changed header is not."""
+def test_verification_by_size_detects_only_truncation_and_changed_headers(run: Path, tiny: list[str]) -> None:
+    """`checkpoint.verify=size` reads no tensor: a changed byte in one is loaded, a truncated file or a changed header is not."""
     by_size, tensors = [*tiny, "checkpoint.verify=size"], newest(run) / TENSORS
     written = tensors.read_bytes()
     header = 8 + int.from_bytes(written[:8], "little")
@@ -137,7 +137,7 @@ def test_a_manifest_that_leaves_a_part_out_is_refused(tiny: list[str], tmp_path:
 
 
 def pieces_in(folder: Path) -> dict[str, torch.Tensor]:
-    """kind/name -> the whole tensor, flat, from the pieces of all processes: each element once, none left out."""
+    """kind/name -> the full tensor, flat, from the pieces of all processes: each element once, none left out."""
     from safetensors import safe_open
 
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -172,7 +172,7 @@ def pieces_in(folder: Path) -> dict[str, torch.Tensor]:
 def test_every_engine_saves_bit_for_bit_what_it_loaded(
     config: str, num_processes: int, run: Path, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Weights and moments of one process, loaded, saved again by others before any step, and loaded by one process."""
+    """Weights and moments of one process, loaded and saved again by other engines before any step, then loaded by one process."""
 
     def again() -> None:
         from acc_lm import runtime
@@ -210,7 +210,7 @@ def test_every_engine_saves_bit_for_bit_what_it_loaded(
     assert max(sizes) < 2 * min(sizes), "every process writes its share"
 
 
-def test_when_all_are_damaged_nothing_is_deleted_and_nothing_starts(run: Path, tiny: list[str]) -> None:
+def test_when_all_are_damaged_nothing_is_deleted_and_no_run_starts(run: Path, tiny: list[str]) -> None:
     for step in steps_of(run):
         flip_a_byte(run / f"checkpoints/step-{step:08d}" / TENSORS)
     before = sorted(str(path) for path in run.rglob("*"))
@@ -237,7 +237,7 @@ def test_leftovers_of_a_killed_save_are_removed(run: Path, tiny: list[str]) -> N
     assert not list((run / "checkpoints").glob("tmp-*"))
 
 
-def test_what_no_run_wrote_at_the_place_of_a_checkpoint_stays(run: Path, tiny: list[str]) -> None:
+def test_foreign_content_in_the_place_of_a_checkpoint_is_kept(run: Path, tiny: list[str]) -> None:
     for number, place in enumerate((run / "checkpoints/step-00000004", run / "checkpoints/step-00000006")):
         shutil.rmtree(place, ignore_errors=True)
         if number:
@@ -250,7 +250,7 @@ def test_what_no_run_wrote_at_the_place_of_a_checkpoint_stays(run: Path, tiny: l
     assert (run / "checkpoints/step-00000006/manifest.json").is_file()
 
 
-def test_never_refuses_a_folder_with_checkpoints(run: Path, tiny: list[str]) -> None:
+def test_resume_never_refuses_a_folder_with_checkpoints(run: Path, tiny: list[str]) -> None:
     finished = run_training([*tiny, "checkpoint.resume=never"], expect=2)
     assert (
         "which holds checkpoints up to step 6, got never; choose another output_dir, or checkpoint.resume=auto"
@@ -282,8 +282,10 @@ def test_a_path_starts_another_run_from_there(run: Path, tiny: list[str], tmp_pa
     assert json.loads((other / "summary.json").read_text())["resumed_from"] == str(run / "checkpoints/step-00000004")
 
 
-def test_a_path_typed_again_resumes_the_run_that_it_started(run: Path, tiny: list[str], tmp_path: Path) -> None:
-    """Also when it is a link that leads elsewhere by then, or what the link led to."""
+def test_resuming_from_a_path_again_continues_the_run_that_it_started(
+    run: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    """Also when the path is a link that points elsewhere by then, or the former target of that link."""
     other, link = tmp_path / "other", tmp_path / "best"
     link.symlink_to(run / "checkpoints/step-00000002")
     command = [*tiny, f"output_dir={other}", f"checkpoint.resume={link}"]
@@ -297,8 +299,8 @@ def test_a_path_typed_again_resumes_the_run_that_it_started(run: Path, tiny: lis
     assert not list((other / "checkpoints").glob("aside-*"))
 
 
-def test_a_rewound_run_leaves_its_old_course_aside(run: Path, tiny: list[str]) -> None:
-    """Removed with its record, and with a file that a user has put into final/."""
+def test_a_rewound_run_moves_its_old_course_aside(run: Path, tiny: list[str]) -> None:
+    """Including its record, and a file that a user has put into final/."""
     record = (run / "metrics.jsonl").read_text()
     (run / "final/thesis.txt").write_text("the only copy")
     finished = run_training([*tiny, f"checkpoint.resume={run}/checkpoints/step-00000002"])
@@ -317,8 +319,8 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path, tiny: list[str]) -> None:
-    """Over its own record and model; also after a mistake in between, and not with another recipe either."""
+def test_a_finished_run_that_lost_its_checkpoints_does_not_start_over(run: Path, tiny: list[str]) -> None:
+    """It would overwrite its own record and model; also after an error in between, and with another recipe."""
     shutil.rmtree(run / "checkpoints")
     write_failure(str(run), "data_error", 3, "no text", True)
     before = contents(run)
@@ -353,8 +355,8 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_begin_anew(run: Path,
     assert start() is None
 
 
-def test_damaged_records_stop_neither_a_run_nor_the_note_of_its_failure(run: Path, tiny: list[str]) -> None:
-    """As a power cut leaves them; and folders named STOP and SAVE ask for nothing."""
+def test_damaged_records_stop_neither_a_run_nor_the_record_of_its_failure(run: Path, tiny: list[str]) -> None:
+    """Records damaged as by a power cut; folders named STOP and SAVE request nothing."""
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\x00\x00\xff\xfe\x00\n1\n[2]\n{}\n" + b'{"step": "x"}\n{"step": 6, "train/loss": "low"}\n')
     for values in ('{"attempt": "x"}', "[" * 100_000, "\xff\xfe"):
@@ -374,12 +376,12 @@ def test_another_precision_is_another_recipe(run: Path, tiny: list[str]) -> None
     assert finished.errors[0].endswith("training.mixed_precision was 'no', is 'bf16'")
 
 
-def test_another_number_of_processes_is_reported(run: Path, tiny: list[str]) -> None:
+def test_a_changed_number_of_processes_is_reported(run: Path, tiny: list[str]) -> None:
     finished = run_training([*tiny, "training.max_steps=8", "training.micro_batch_size=6"], num_processes=2)
     assert "the checkpoint was written by 1 process, now 2: the same rows and rates" in finished.output
 
 
-def test_what_has_diverged_is_not_saved_and_exits_6(tiny: list[str], tmp_path: Path) -> None:
+def test_a_diverged_run_is_not_saved_and_exits_6(tiny: list[str], tmp_path: Path) -> None:
     huge = [
         "optimizer.learning_rate=1e30",
         "optimizer.max_grad_norm=null",
@@ -419,7 +421,7 @@ def test_another_recipe_is_refused_and_both_ways_out_are_named(
     assert summary["bits_per_byte"], "what the run reached is still there"
 
 
-def test_an_allowed_change_resumes_and_is_reported(run: Path, tiny: list[str]) -> None:
+def test_a_run_with_an_allowed_change_resumes_and_says_so(run: Path, tiny: list[str]) -> None:
     finished = run_training(
         [*tiny, "optimizer.learning_rate=5e-4", "training.max_steps=8", "checkpoint.allow_changed_recipe=true"]
     )
@@ -443,10 +445,10 @@ def test_other_text_under_the_same_name_is_refused(run: Path, tiny: list[str], t
         text_file.write_text(original)
 
 
-def test_text_tokenizer_and_base_are_known_by_content_wherever_they_are(
+def test_text_tokenizer_and_base_are_identified_by_content_wherever_they_are(
     finished_run: Path, tiny: list[str], text_file: Path, tmp_path: Path
 ) -> None:
-    """On another machine everything lies elsewhere; other weights are another base, in one line."""
+    """On another machine all paths differ; other weights are another base, reported in one line."""
     for name in ("here", "there", "changed"):
         shutil.copytree(finished_run / "final", tmp_path / name)
     shutil.copy(text_file, tmp_path / "there")
@@ -467,7 +469,7 @@ def test_text_tokenizer_and_base_are_known_by_content_wherever_they_are(
 
 
 def test_ids_that_stand_for_other_tokens_cannot_be_allowed(tiny: list[str], tmp_path: Path) -> None:
-    """As those of a tokenizer made from the text do, when the text is another one."""
+    """Such as the ids of a tokenizer trained on the text, when the text is another one."""
     config = load_config(Path(tiny[1]), [tiny[2], "checkpoint.allow_changed_recipe=true"])
     old, new = (make_tokenizer(TokenizerConfig(kind="char"), [text]) for text in ("abc", "abd"))
     checkpoint = Checkpoint(tmp_path, {"data_key": "x", **resuming.origin_of(old, "")})
@@ -530,7 +532,7 @@ def test_a_good_evaluation_is_saved_even_when_no_save_is_due(tiny: list[str], tm
     assert steps_of(tmp_path / "run") == [4, 6], "the newest two, 6 being the best"
 
 
-def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> None:
+def test_rotation_orders_by_step_number_and_counts_best_separately(tmp_path: Path) -> None:
     from acc_lm.checkpointing.rotation import rotate
     from acc_lm.config import CheckpointConfig
 
@@ -547,7 +549,7 @@ def test_rotation_goes_by_step_number_and_counts_best_apart(tmp_path: Path) -> N
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB of its own."""
+    """A separate file system of 8 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True)
@@ -589,8 +591,8 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tiny: list[st
     assert "step 1/" not in finished.output
 
 
-def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() -> None:
-    """The negative control of every resume test: without a moment or the step count the next weights differ."""
+def test_the_optimizer_state_is_restored_exactly_and_its_absence_is_detected() -> None:
+    """Negative control of every resume test: without a moment or the step count the next weights differ."""
 
     def run() -> dict[str, float]:
         from test_step import RaggedRows, make_config, make_model
@@ -619,7 +621,7 @@ def test_the_optimizer_state_is_restored_exactly_and_its_loss_would_be_seen() ->
     assert all(difference > 1e-4 for difference in differences.values()), differences
 
 
-def test_a_buffer_without_dimensions_is_read_again(tmp_path: Path) -> None:
+def test_a_buffer_without_dimensions_is_restored(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from acc_lm.checkpointing.loading import load_checkpoint, read_tensors

@@ -1,4 +1,4 @@
-"""Written by any engine, read by any other: weights, moments, step count and place in the data."""
+"""Checkpoints written by any engine, read by any other: weights, moments, step count and position in the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINES = {
     "deepspeed_zero3 x2": ("deepspeed_zero3", 2), "deepspeed_zero3_offload x2": ("deepspeed_zero3_offload", 2),
 }  # fmt: skip
 FEW = {name: ENGINES[name] for name in ("single", "fsdp2 x2", "deepspeed_zero2 x2", "deepspeed_zero3 x2")}
-"""One of each way to hold the parameters and moments: whole, in shards of each tensor, in shards of a flat group, in flat shards of each."""
+"""One engine for each way to hold parameters and moments: unsharded, in shards of each tensor, in shards of a flat group, in flat shards of each."""
 HALF = STEPS // 2
 
 Engines = dict[str, tuple[str, int]]
@@ -83,7 +83,7 @@ def test_any_engine_resumes_from_any_other_untied_and_in_bf16(scenario: Scenario
     ("step count not restored", 1e-2), ("first moment not restored", 1e-2), ("second moment not restored", 1e-2),
     ("decay group not restored", 1e-5),
 ])  # fmt: skip
-def test_what_is_not_restored_is_seen(fault: str, at_least: float, tmp_path: Path) -> None:
+def test_state_that_is_not_restored_is_detected(fault: str, at_least: float, tmp_path: Path) -> None:
     """Negative controls: without them the matrix could not fail."""
     scenario = Scenario("gpt2")
     whole = run_backend("single", 1, [replace(scenario, save=tmp_path)])[0]

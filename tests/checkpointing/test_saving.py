@@ -1,4 +1,4 @@
-"""Background saves: the same checkpoints, reported only when they exist, one at a time, without losing errors."""
+"""Background saves: the same checkpoints, announced only once they exist, one at a time, and no error is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAVED = re.compile(r"^saved (\S+): [\d.,]+ MB in [\d.]+ s$", re.MULTILINE)
           for other in [("single", 1), ("deepspeed_zero3", 2), ("fsdp2", 3), ("hsdp", 4), ("deepspeed_zero2", 2)]),
     ],
 )  # fmt: skip
-def test_a_background_save_writes_what_a_synchronous_one_writes(
+def test_a_background_save_writes_what_a_synchronous_save_writes(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
     """Every checkpoint, bit for bit, although training continues while it is written; then one is resumed."""
@@ -54,7 +54,7 @@ def test_a_background_save_writes_what_a_synchronous_one_writes(
 
 def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
     """Nothing is written until two more steps are done: a synchronous save would wait forever, one without a copy would hold later weights."""
-    synchronous, background = tmp_path / "synchronous", tmp_path / "background"
+    front, behind = tmp_path / "front", tmp_path / "behind"
     arguments = [*tiny, "checkpoint.every=2", "training.log_every=1", "checkpoint.keep_last=null", "training.eval_every=null"]  # fmt: skip
 
     def function() -> int:
@@ -85,7 +85,9 @@ def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_p
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_reported_save_exists_after_a_kill(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_announced_as_saved_exists_after_a_kill(
+    num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
     """Killed at the moment the line appears."""
     run = tmp_path / "run"
     arguments = [*tiny, *IN_BACKGROUND, "training.max_steps=200", "training.eval_every=null", f"output_dir={run}"]
@@ -100,8 +102,10 @@ def test_a_reported_save_exists_after_a_kill(num_processes: int, tiny: list[str]
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_failed_background_save_ends_the_run_on_all_processes(victim: int, tiny: list[str], tmp_path: Path) -> None:
-    """Long before the next checkpoint is due, with the error of the disk, on all of them."""
+def test_a_background_save_that_fails_ends_the_run_on_all_processes(
+    victim: int, tiny: list[str], tmp_path: Path
+) -> None:
+    """Long before the next checkpoint is due, with the disk's error, on all of them."""
     run = tmp_path / "run"
 
     def function() -> int:
@@ -124,7 +128,7 @@ def test_a_failed_background_save_ends_the_run_on_all_processes(victim: int, tin
     assert read(run)[-1]["step"] < 290, "it was not noticed before the next save"
 
 
-def test_a_stop_waits_for_the_checkpoint_that_it_asks_for(tiny: list[str], tmp_path: Path) -> None:
+def test_a_stop_waits_for_the_checkpoint_that_it_requests(tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [*tiny, *IN_BACKGROUND, "training.max_steps=4000", "training.eval_every=null", "checkpoint.every=7", f"output_dir={run}"]  # fmt: skip
     launch = start_training(arguments, 2)
@@ -141,7 +145,7 @@ def test_a_stop_waits_for_the_checkpoint_that_it_asks_for(tiny: list[str], tmp_p
 
 
 def test_slow_saves_are_reported(tiny: list[str], tmp_path: Path) -> None:
-    """Against the launcher's patience, and against the time between two saves."""
+    """Compared with how long the launcher waits, and with the time between two saves."""
 
     def started(environment: dict[str, str]) -> str:
         def function() -> int:

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or broken: one line and exit code 8, and the previous checkpoint is intact and resumes."""
+"""A full, read-only or broken disk: one line and exit code 8, and the previous checkpoint is intact and can be resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 6
 
 @contextlib.contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[str | None]:
-    """Mount a file system of its own there; yields why that cannot be done here."""
+    """Mount a separate file system there; yields the reason if that is impossible here."""
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
     try:
@@ -41,7 +41,7 @@ def small_disk(folder: Path, options: str) -> Iterator[str | None]:
 
 
 def arguments_of(recipe: Path, run: Path) -> list[str]:
-    """A checkpoint of a MB, of which a twentieth is room enough for everything else that a run writes."""
+    """Checkpoints of a MB; a twentieth of that is room enough for everything else that a run writes."""
     return [
         "--config", str(recipe), f"output_dir={run}", "model.config.hidden_size=64", "model.config.intermediate_size=128",
         f"training.max_steps={STEPS}", "training.micro_batch_size=6", "training.eval_every=null", "training.log_every=1",
@@ -50,7 +50,7 @@ def arguments_of(recipe: Path, run: Path) -> list[str]:
 
 
 def start_run(arguments: list[str], num_processes: int = 1, environment: dict[str, str] | None = None) -> Path:
-    """A run that is killed when step 2 is saved and step 4 is not; returns the checkpoint, which must survive."""
+    """Start a run that is killed when step 2 is saved and step 4 is not; returns the checkpoint, which must survive."""
     killed = start_training(arguments, num_processes, (environment or {}) | {"ACC_LM_CRASH_AT": "before_tmp@2"}).wait(
         60
     )
@@ -66,10 +66,10 @@ def go_on_with(
     environment: dict[str, str] | None = None,
     locked: bool = True,
 ) -> Finished:
-    """Resume with a disk that fails from the first step on, after the run's own check of it.
+    """Resume, with the fault present from the first step on: the run's own check of the disk found nothing.
 
     Args:
-        locked: False: without the run's lock, whose open file would keep a disk from being mounted anew by hand.
+        locked: False: without the run's lock, whose open file would prevent remounting the disk by hand.
     """
 
     def run() -> int:
@@ -86,7 +86,7 @@ def go_on_with(
 
 
 def check_what_is_left(finished: Finished, checkpoint: Path, reason: str) -> None:
-    """Every process ended with 8, one line says all, and nothing but whole checkpoints is there."""
+    """Check that every process ended with 8, one line says everything, and only complete checkpoints are left."""
     assert set(finished.codes) == {8}, finished.outputs
     lines = [line for output in finished.outputs for line in output.splitlines() if line.startswith("error: ")]
     assert str(checkpoint.parent) in lines[0], lines
@@ -104,7 +104,7 @@ def summary_of(checkpoint: Path) -> tuple[str, int]:
 
 
 def fill_levels(recipe: Path, folder: Path, levels: range = LEVELS) -> str:
-    """Ends runs on a disk that has room for this many percent of a checkpoint; returns how that was done.
+    """End runs on a disk that has room for this many percent of a checkpoint; returns how that was done.
 
     Each resumes from the checkpoint that the previous one must have left intact, the last one to the end.
     """
@@ -143,7 +143,7 @@ def test_at_every_fill_level_the_previous_checkpoint_is_intact_and_used(tiny_rec
 @pytest.mark.parametrize(
     "config", ["ddp", *(pytest.param(other, marks=pytest.mark.slow) for other in ("fsdp2", "deepspeed_zero2"))]
 )
-def test_when_one_process_of_two_cannot_write_all_say_so(config: str, tiny_recipe: Path, tmp_path: Path) -> None:
+def test_when_one_process_of_two_cannot_write_all_report_it(config: str, tiny_recipe: Path, tmp_path: Path) -> None:
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
     arguments = [*arguments_of(tiny_recipe, tmp_path / "run"), "distributed.timeout_seconds=20"]
     checkpoint = start_run(arguments, 2, environment)
@@ -160,7 +160,7 @@ def test_when_one_process_of_two_cannot_write_all_say_so(config: str, tiny_recip
 
 
 def failing(number: int, name: str) -> Callable[[int], None]:
-    """From now on this call of the system fails, for everything below a folder of checkpoints."""
+    """Make this system call fail from now on, for everything below a folder of checkpoints."""
 
     def trouble(_: int) -> None:
         original = getattr(os, name)
@@ -190,7 +190,7 @@ def failing(number: int, name: str) -> Callable[[int], None]:
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )  # fmt: skip
-def test_whatever_a_file_system_answers_is_the_same_kind_of_error(
+def test_every_error_of_a_file_system_is_the_same_kind_of_error(
     call: str, number: int, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     arguments = arguments_of(tiny_recipe, tmp_path / "run")
@@ -200,7 +200,7 @@ def test_whatever_a_file_system_answers_is_the_same_kind_of_error(
     assert f"resumed from {checkpoint}" in run_training(arguments).output
 
 
-def test_without_inodes_it_is_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_running_out_of_inodes_is_the_same_kind_of_error(tiny_recipe: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=24m,nr_inodes=80") as not_mounted:
         if not_mounted:
             pytest.skip(f"a file system with few inodes cannot be mounted here: {not_mounted}")
@@ -216,7 +216,7 @@ def test_without_inodes_it_is_the_same(tiny_recipe: Path, tmp_path: Path) -> Non
         check_what_is_left(finished, checkpoint, os.strerror(errno.ENOSPC))
 
 
-def test_a_disk_that_turns_read_only_is_the_same(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_disk_that_turns_read_only_is_the_same_kind_of_error(tiny_recipe: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=24m") as not_mounted:
         if not_mounted:
             pytest.skip(f"a file system cannot be mounted here: {not_mounted}")
@@ -236,8 +236,8 @@ def test_a_disk_that_turns_read_only_is_the_same(tiny_recipe: Path, tmp_path: Pa
         assert f"resumed from {checkpoint}" in run_training(arguments).output
 
 
-def test_what_a_file_system_does_not_have_costs_a_line_and_not_the_run(tiny: list[str], tmp_path: Path) -> None:
-    """Locks, links, modes, flushed folders: Lustre, SMB, exFAT and some that live in user space lack one or another."""
+def test_a_missing_file_system_feature_costs_a_line_and_not_the_run(tiny: list[str], tmp_path: Path) -> None:
+    """Locks, links, modes, flushed folders: Lustre, SMB, exFAT and some user-space file systems lack one or another."""
     command = [*tiny, "checkpoint.keep_last=2", "checkpoint.keep_best=0"]
 
     def run() -> int:
@@ -273,10 +273,8 @@ def test_what_a_file_system_does_not_have_costs_a_line_and_not_the_run(tiny: lis
     assert "resumed from" in run_training([*command, "training.max_steps=7"]).output
 
 
-def test_room_is_looked_for_on_the_disk_that_the_checkpoints_are_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`checkpoints` may be a link to a larger one, or to a smaller one."""
+def test_free_space_is_measured_on_the_disk_of_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`checkpoints` may be a link to a larger disk, or to a smaller one."""
     import torch
 
     from acc_lm.checkpointing import writing
@@ -300,7 +298,7 @@ def test_room_is_looked_for_on_the_disk_that_the_checkpoints_are_on(
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077], ids=oct)
-def test_every_file_of_a_run_has_the_mode_that_the_user_asked_for(mask: int, tiny: list[str], tmp_path: Path) -> None:
+def test_every_file_of_a_run_has_the_mode_that_the_user_set(mask: int, tiny: list[str], tmp_path: Path) -> None:
     """safetensors writes 0600 by itself: another user could read neither the model nor a checkpoint."""
 
     def run() -> int:
@@ -318,7 +316,7 @@ def test_every_file_of_a_run_has_the_mode_that_the_user_asked_for(mask: int, tin
     }
 
 
-def test_a_folder_that_cannot_be_written_is_found_in_seconds_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_found_in_seconds_before_anything_is_loaded(tmp_path: Path) -> None:
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "output_dir=/proc/run", "model.config=null", "model.name_or_path=/nowhere/model"],
@@ -332,7 +330,7 @@ def test_a_folder_that_cannot_be_written_is_found_in_seconds_before_anything_is_
     assert seconds < 5
 
 
-def test_a_disk_that_takes_its_time_changes_nothing(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_slow_disk_changes_nothing(tiny_recipe: Path, tmp_path: Path) -> None:
     """Every flush takes a tenth of a second, as over a network; the checkpoints are the same."""
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     run_training(arguments_of(tiny_recipe, fast))

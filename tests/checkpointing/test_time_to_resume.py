@@ -1,4 +1,4 @@
-"""Resuming takes the same work early and late in a run: reads before the first step do not depend on its number."""
+"""Time to resume, independent of progress: what is read before the first step does not depend on the step's number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from processes import Launch, run_training
 
 
 def long_run(recipe: Path, run: Path, num_steps: int, *more: str) -> list[str]:
-    """Arguments of a run that saves after a hundredth of its way and just before its end."""
+    """Arguments of a run that saves after a hundredth of its steps and just before its end."""
     return [
         "--config", str(recipe), f"training.max_steps={num_steps}", "training.eval_every=null", "training.log_every=100",
         f"checkpoint.every={num_steps // 100}", "checkpoint.keep_last=null", "checkpoint.keep_best=0", *more, f"output_dir={run}",
@@ -21,7 +21,7 @@ def long_run(recipe: Path, run: Path, num_steps: int, *more: str) -> list[str]:
 
 
 def until_the_first_step(arguments: list[str], whole: Path, step: int, target: Path) -> dict[str, Any]:
-    """Work that a run resumed from this step did before its first one, and the seconds from its start to the end of that."""
+    """Work of a run that resumes from this step, before its first one, and the seconds from its start to the end of that."""
     name = f"step-{step:08d}"
     shutil.copytree(whole / "checkpoints" / name, target / "checkpoints" / name)
     (target / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes())
@@ -62,8 +62,8 @@ def until_the_first_step(arguments: list[str], whole: Path, step: int, target: P
     return found
 
 
-def test_as_much_is_read_before_the_first_step_early_and_late_in_a_run(tiny_recipe: Path, tmp_path: Path) -> None:
-    """Step 500 is in the sixteenth pass over the rows; all of them would be some 6000 rows."""
+def test_resuming_early_and_late_in_a_run_reads_equally_much(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Step 500 is in the sixteenth pass over the rows; reading all of them would be some 6000 rows."""
     arguments = long_run(tiny_recipe, tmp_path / "whole", 501)
     run_training(arguments)
     early, late = (until_the_first_step(arguments, tmp_path / "whole", step, tmp_path / str(step)) for step in (5, 500))
@@ -74,7 +74,7 @@ def test_as_much_is_read_before_the_first_step_early_and_late_in_a_run(tiny_reci
 
 
 def seconds_to_resume(recipe: Path, folder: Path) -> tuple[float, float, str]:
-    """At 1 % and 99 % of a longer run: seconds from the start to the end of the first step, least of five; and which run."""
+    """At 1 % and 99 % of a longer run: seconds from the start to the end of the first step, minimum of five; and which run."""
     big = ["data.source=synthetic", "data.files=[]", "data.sequence_length=512", "training.global_batch_size=16",
            "training.micro_batch_size=16"]  # fmt: skip
     arguments = long_run(recipe, folder / "whole", 200, *big)

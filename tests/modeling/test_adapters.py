@@ -43,7 +43,7 @@ Bases = dict[str, Path]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    """Base models for adapters: with a separate head, with a tied one, and the first with other weights."""
+    """Base models of the adapters: with an untied head, with a tied one, and the first with other weights."""
     tokenizer, folders = make_tokenizer(TokenizerConfig(kind="byte"), []), {}
     for name, model_type, seed in (("llama", "llama", 0), ("gpt2", "gpt2", 0), ("other", "llama", 1)):
         model, _ = build_model(ModelConfig(config=MODELS[model_type]), tokenizer, LENGTH, seed)
@@ -71,7 +71,7 @@ def scenarios(bases: Bases, save: Path) -> dict[str, Scenario]:
 
 
 def look_at_weights(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
-    """Untrained parameters, gathered from all processes after the last step, and the types of all parameters."""
+    """Weights that are not trained, gathered from wherever they are after the last step, and the types of everything."""
     from acc_lm.runtime import WEIGHT, bare_model, gather_tensor, pieces_of, whole_shapes
 
     pieces, shapes = pieces_of(model, optimizer), whole_shapes(model)
@@ -103,7 +103,7 @@ def curves(bases: Bases, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "single"])
 def test_an_adapter_learns_the_same_on_every_engine(engine: str, curves: dict[str, dict[str, Curve]]) -> None:
-    """`run_backend` has seen to it that the engine is what its name says."""
+    """`run_backend` has checked that the engine is what its name says."""
     for name, curve in curves[engine].items():
         single = curves["single"][name]
         assert curve.metrics.keys() == single.metrics.keys()
@@ -127,7 +127,7 @@ def test_the_base_is_not_touched(engine: str, bases: Bases, curves: dict[str, di
             assert values.tobytes() == before[parameter].detach().numpy().tobytes(), (name, parameter)
 
 
-def test_an_adapter_that_is_not_averaged_is_seen(bases: Bases, curves: dict[str, dict[str, Curve]]) -> None:
+def test_an_adapter_that_is_not_averaged_is_detected(bases: Bases, curves: dict[str, dict[str, Curve]]) -> None:
     """Negative control: what is learned shows in these losses."""
     broken = adapted(bases, "llama", *LORA, fault="skipped all-reduce")
     curve = run_backend("ddp", 2, [broken])[0]
@@ -137,7 +137,7 @@ def test_an_adapter_that_is_not_averaged_is_seen(bases: Bases, curves: dict[str,
 @pytest.mark.parametrize(
     "reader", [pytest.param(engine, marks=[pytest.mark.slow] if "zero3" in engine else []) for engine in ENGINES]
 )
-def test_a_run_resumes_from_any_engines_checkpoint(
+def test_a_run_resumes_from_the_checkpoint_of_any_engine(
     reader: str, bases: Bases, curves: dict[str, dict[str, Curve]], tmp_path: Path
 ) -> None:
     """From a checkpoint of the same engine bit for bit, from another's to rounding; with an adapter or frozen weights."""
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_as_small_as_its_adapter(engine: str, curves: dict[str, 
     assert size < 3 * 4 * elements + 40_000, "and what says which piece is where"
 
 
-# --- a whole run ---------------------------------------------------------------------------------------------------
+# --- a complete run ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,9 @@ def adapter_in(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("engine", ["single", pytest.param("deepspeed_zero3 x2", marks=pytest.mark.slow)])
-def test_killed_and_started_again_is_the_run_that_was_not(engine: str, recipe: list[str], tmp_path: Path) -> None:
+def test_a_killed_and_restarted_run_equals_the_uninterrupted_one(
+    engine: str, recipe: list[str], tmp_path: Path
+) -> None:
     config, count = ENGINES[engine]
     environment = {} if count == 1 else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -238,7 +240,7 @@ def test_killed_and_started_again_is_the_run_that_was_not(engine: str, recipe: l
     assert_equal_logs(whole, killed)
     final = "final/adapter_model.safetensors"
     assert (whole / final).read_bytes() == (killed / final).read_bytes()
-    # What was gathered is what the engine holds: peft's own way of saving leaves empty tensors on some.
+    # The gathered weights are those of the engine: peft's own way of saving leaves empty tensors on some.
     from acc_lm.checkpointing.loading import read_tensors
 
     held = {key: tensor for key, tensor in read_tensors(whole / "checkpoints/latest") if key.startswith("param/")}
@@ -344,7 +346,7 @@ def test_a_base_in_4_bits_learns_the_same_on_one_process_and_on_several(
 
 
 @IN_4_BITS
-def test_a_run_on_a_4_bit_base_is_resumed_exported_and_merged(recipe: list[str], tmp_path: Path) -> None:
+def test_a_run_on_a_base_in_4_bits_is_resumed_exported_and_merged(recipe: list[str], tmp_path: Path) -> None:
     whole, stopped, four_bits = tmp_path / "whole", tmp_path / "stopped", [*recipe, "adapter.quantize_base=nf4"]
     run_training([*four_bits, f"output_dir={whole}"])
     shutil.copytree(whole, stopped)
@@ -357,7 +359,7 @@ def test_a_run_on_a_4_bit_base_is_resumed_exported_and_merged(recipe: list[str],
 
 
 @IN_4_BITS
-def test_what_cannot_be_in_4_bits_is_one_line(
+def test_each_refusal_of_4_bits_is_one_line(
     bases: Bases, recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     four_bits = AdapterConfig(kind="lora", quantize_base="nf4")
@@ -421,7 +423,7 @@ def test_all_linear_leaves_the_head_alone_and_equal_seeds_draw_equal_adapters(ba
         expected = [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
         assert [(name, p.shape, p.dtype, p.requires_grad) for name, p in empty.named_parameters()] == expected
         assert empty.base_checksum == model.base_checksum == facts.base
-        # Whatever was drawn before.
+        # Whatever was drawn earlier.
         late = AutoModelForCausalLM.from_pretrained(bases[name])
         torch.rand(7)
         add_adapter(late, AdapterConfig(kind="lora"), 3, facts.base)
@@ -447,7 +449,7 @@ def test_a_base_in_16_bits_has_an_adapter_in_32(bases: Bases, tmp_path: Path) ->
     save_adapter(tmp_path, weights, model.peft_config["default"], section, facts.base)
     from acc_lm.export.exported import load_exported
 
-    loaded = load_exported(tmp_path)  # of the type that it was trained with, or its checksum would differ
+    loaded = load_exported(tmp_path)  # of the type that it was trained with, or its checksum would be another
     assert loaded.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
 
 
@@ -469,7 +471,7 @@ def test_an_adapter_is_added_to_a_base_in_16_bits_without_rounding(bases: Bases,
     assert torch.allclose(merged - base.float(), torch.full_like(merged, update), rtol=1e-2)
 
 
-def test_what_peft_cannot_adapt_is_one_line() -> None:
+def test_modules_that_peft_cannot_adapt_are_one_line() -> None:
     config = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(
         ConfigError, match=r"adapter\.target_modules must be layers that peft can adapt in a model of type mamba, got: "
@@ -482,7 +484,7 @@ def test_what_peft_cannot_adapt_is_one_line() -> None:
     ("gpt2", "lm_head.weight", {"transformer.wte.weight"}),  # tied: one tensor under two names
     ("llama", "*layers.1.mlp*", {f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}),
 ])  # fmt: skip
-def test_what_is_frozen_is_chosen_by_name(model: str, pattern: str, frozen: set[str], bases: Bases) -> None:
+def test_frozen_weights_are_chosen_by_name(model: str, pattern: str, frozen: set[str], bases: Bases) -> None:
     built, facts = build(bases, AdapterConfig(), model, freeze=(pattern,))
     assert {name for name, p in built.named_parameters() if not p.requires_grad} == frozen
     assert facts.num_trainable == sum(p.numel() for p in built.parameters() if p.requires_grad) < facts.num_parameters
@@ -522,7 +524,7 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_one_line(what: str, recipe: list[str], tmp_path: Path) -> None:
+def test_each_refusal_is_one_line(what: str, recipe: list[str], tmp_path: Path) -> None:
     overrides, code, says = REFUSED[what]
     finished = run_training([*recipe, *overrides, f"output_dir={tmp_path / 'run'}"], expect=code)
     assert len(finished.errors) == 1, finished.output
@@ -531,7 +533,7 @@ def test_what_cannot_be_is_one_line(what: str, recipe: list[str], tmp_path: Path
     assert "Traceback" not in finished.output
 
 
-def test_frozen_weights_that_would_come_out_rounded_are_refused(recipe: list[str], tmp_path: Path) -> None:
+def test_frozen_weights_that_would_be_rounded_are_refused(recipe: list[str], tmp_path: Path) -> None:
     environment = launcher_environment(ROOT / "accelerate_configs/deepspeed_zero2.yaml", 2)
     overrides = ["adapter.kind=none", "model.freeze=[lm_head*]", "training.mixed_precision=bf16"]
     finished = run_training([*recipe, *overrides, f"output_dir={tmp_path / 'run'}"], 2, environment, expect=4)
@@ -543,7 +545,7 @@ def test_frozen_weights_that_would_come_out_rounded_are_refused(recipe: list[str
     (["adapter.rank=8", "checkpoint.allow_changed_recipe=true"], "adapter.rank was 4, is 8"),
     (["adapter.kind=none"], "adapter.kind was 'lora', is 'none'"),
 ])  # fmt: skip
-def test_another_adapter_does_not_resume(
+def test_a_changed_adapter_cannot_be_resumed(
     overrides: list[str], says: str, finished: tuple[Path, str], recipe: list[str]
 ) -> None:
     refused = run_training([*recipe, *overrides, f"output_dir={finished[0]}"], expect=5)
@@ -561,7 +563,7 @@ def moved(finished: tuple[Path, str], bases: Bases, tmp_path: Path) -> tuple[Pat
     return run, base
 
 
-def test_an_adapter_for_another_base_does_not_resume(bases: Bases, recipe: list[str], tmp_path: Path) -> None:
+def test_an_adapter_for_another_base_cannot_be_resumed(bases: Bases, recipe: list[str], tmp_path: Path) -> None:
     """On an engine where only one process ever sees the base."""
     environment, count = launcher_environment(ROOT / "accelerate_configs/fsdp2.yaml", 2), 2
     base = Path(shutil.copytree(bases["llama"], tmp_path / "base"))
@@ -616,7 +618,7 @@ def test_an_adapter_that_cannot_be_used_is_one_line(
     assert not Path(output).exists()
 
 
-def test_export_wants_an_adapter_and_a_new_folder(
+def test_export_requires_an_adapter_and_a_new_folder(
     finished: tuple[Path, str], bases: Bases, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(bases["llama"]), str(tmp_path / "new"), "--merge"]) == 2

@@ -1,4 +1,4 @@
-"""Compiled, as an Accelerate config asks: the curve, the checkpoints and the resumed run are those of the eager one."""
+"""Compiled runs, as an Accelerate config requests: curve, checkpoints and resumed run are those of the eager one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment_of(config: str, num_processes: int, backend: str, what: str) -> 
 
 
 def compiled(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
-    """Modules that were really compiled, and whether that shows in the names of the parameters."""
+    """Number of compiled graphs, backend, and the parameter names, in which compiling must not show."""
     from acc_lm.runtime import whole_shapes
 
     return {"graphs": counters["stats"]["unique_graphs"], "backend": accelerator.state.dynamo_plugin.backend.value,
@@ -46,7 +46,7 @@ def compiled(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """The processes inherit what other tests have compiled and counted."""
+    """Forget what other tests have compiled and counted; the processes would inherit it."""
     torch._dynamo.reset()
     counters.clear()
 
@@ -70,7 +70,7 @@ INDUCTOR = [case for case in (*CASES, *MORE) if case[1] <= 2 and case[0] in ("si
 def test_the_curve_and_its_checkpoints_are_those_of_the_eager_run(
     config: str, num_processes: int, what: str, backend: str, tmp_path: Path
 ) -> None:
-    """Against one eager process; gone on from half of the way, compiled (bit for bit) and eager."""
+    """Compared with one eager process; resumed from half of the way, compiled (bit for bit) and eager."""
     load = tmp_path / f"checkpoints/step-{STEPS // 2:08d}"
     environment = environment_of(config, num_processes, backend, what)
     scenarios = [replace(SCENARIO, save=tmp_path), replace(SCENARIO, load=load)]
@@ -101,10 +101,10 @@ def test_the_curve_and_its_checkpoints_are_those_of_the_eager_run(
 @pytest.mark.parametrize(
     "rows", ["text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("padded", "stream"))]
 )
-def test_ddp_meets_batches_of_one_size_so_that_nothing_is_compiled_twice(
+def test_ddp_gets_batches_of_one_size_so_that_nothing_is_compiled_twice(
     rows: str, tiny: list[str], text_file: Path, tmp_path: Path
 ) -> None:
-    """torch compiles for any size what it meets in two, and every step then runs on that."""
+    """After seeing two sizes torch compiles for any size, and every step then runs on that."""
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(f'{{"prompt": "{i}", "completion": "number {i}"}}\n' for i in range(200)))
     shutil.copy(text_file, tmp_path / "copy.jsonl")
@@ -147,10 +147,10 @@ def test_ddp_meets_batches_of_one_size_so_that_nothing_is_compiled_twice(
 @pytest.mark.parametrize(
     ("config", "num_processes", "what"), [("single", 1, WHOLE), ("ddp", 2, REGIONAL), ("fsdp2", 2, REGIONAL)]
 )
-def test_killed_it_resumes_and_ends_as_if_uninterrupted(
+def test_a_killed_compiled_run_resumes_and_ends_like_an_uninterrupted_one(
     config: str, num_processes: int, what: str, tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    """kill -9 of every process, with dropout, compiled for good; the model that comes out has the names of an eager one."""
+    """kill -9 of every process, with dropout, really compiled; the exported model has the names of an eager one."""
     from safetensors import safe_open
 
     environment = environment_of(config, num_processes, "inductor", what)

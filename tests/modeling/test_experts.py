@@ -1,4 +1,4 @@
-"""Experts under autocast: in groups, and in its type."""
+"""Experts under autocast: in groups, and in autocast's type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QWEN = {"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 32, "
 
 
 @pytest.mark.parametrize("shape", [MODELS["mixtral"], QWEN], ids=lambda shape: shape["model_type"])
-def test_their_products_are_in_the_type_of_autocast(
+def test_the_products_of_experts_are_in_the_type_of_autocast(
     shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])

@@ -1,4 +1,4 @@
-"""Speed of a step without a clock, for every shipped recipe: no needless wait, lookup or allocation."""
+"""Fast steps, checked for every shipped recipe without a clock: nothing is waited for, searched for or made unnecessarily."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from processes import ROOT, run_everywhere
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-# Sizes only; whatever else a recipe says of its model stays.
+# Sizes only; all other model settings of a recipe stay.
 SMALL = {
     "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "head_dim": 8,
 }  # fmt: skip
-# Contents of config.json of a Hub name: the tests have no network.
+# The own config.json of each name on the Hub: the tests have no network.
 ARCHITECTURES = {
     name: {key: shape[key] for key in ("model_type", "tie_word_embeddings", "num_key_value_heads")}
     for name, shape in PUBLISHED.items()
@@ -73,7 +73,7 @@ def make(config: Any, file: Path) -> tuple[Any, bool]:
 
 
 class Wholes(TorchDispatchMode):
-    """Notes every tensor as large as the logits of the whole batch."""
+    """Recorder of every tensor as large as the logits of the complete batch."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Wholes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_recipes_model_compiles_to_one_graph_with_causal_attention_and_never_makes_all_logits(file: Path) -> None:
+def test_a_recipes_model_is_one_causal_graph_that_never_makes_all_logits(file: Path) -> None:
     config = small(file, 4, 4)
     model, packs = make(config, file)
     batch = batch_of(4, packs)
@@ -127,7 +127,7 @@ def test_a_recipes_model_compiles_to_one_graph_with_causal_attention_and_never_m
     assert len(graphs) == 1, "no graph break"
     assert len(calls) == 2, "one attention a layer"
     for call in calls:
-        if packs:  # on a CPU; on a GPU the blocks of FlexAttention stand in its place
+        if packs:  # on a CPU; on a GPU the blocks of FlexAttention take its place
             assert call["is_causal"] is False
         else:
             assert (call["is_causal"], call.get("attn_mask")) == (True, None)
@@ -135,7 +135,7 @@ def test_a_recipes_model_compiles_to_one_graph_with_causal_attention_and_never_m
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipes_step_reads_no_tensor_and_reduces_its_gradient_once(file: Path) -> None:
-    """On two processes with accumulation of 3: each bucket of gradients travels once a step, and nothing waits for the device."""
+    """On two processes with accumulation of 3: each bucket of gradients is sent once a step, and nothing waits for the device."""
 
     def run() -> tuple[list[str], list[int], int]:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -168,7 +168,7 @@ def test_a_recipes_step_reads_no_tensor_and_reduces_its_gradient_once(file: Path
                 max_grad_norm=config.optimizer.max_grad_norm, gradients=gradients,
             )  # fmt: skip
 
-        step(1)  # DDP sorts its buckets anew after the first
+        step(1)  # DDP reorders its buckets after the first
         buckets.clear()
         for name in READS:
             original = getattr(torch.Tensor, name)
@@ -192,7 +192,7 @@ def test_a_recipes_step_reads_no_tensor_and_reduces_its_gradient_once(file: Path
 
 
 def test_a_start_loads_what_it_needs_and_the_collector_does_not_look_at_it(tiny: list[str], tmp_path: Path) -> None:
-    """It is on again when the steps begin: a third of the time up to the first step was its own, a quarter that of peft."""
+    """The collector is on again when the steps begin: collections took a third of the time up to the first step, peft a quarter."""
     code = f"""
 import gc, os, runpy, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -216,7 +216,7 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
     assert int(number) <= 3, "that of `prepare`, that of `warm_up`, and one of the data's own"
 
 
-def test_what_fails_before_leaves_the_collector_on(tiny: list[str]) -> None:
+def test_a_failure_before_the_steps_leaves_the_collector_on(tiny: list[str]) -> None:
     import gc
 
     import train

@@ -62,9 +62,7 @@ def test_a_gpu_gets_few_large_chunks_and_an_even_vocabulary() -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-def test_what_is_added_to_the_vocabulary_has_no_part_in_loss_or_gradient(
-    dtype: torch.dtype, bound: float, bias: bool
-) -> None:
+def test_added_vocabulary_rows_affect_neither_loss_nor_gradient(dtype: torch.dtype, bound: float, bias: bool) -> None:
     hidden, head, targets = example(dtype, bias)
     leaves = [hidden, *head.parameters()]
     expected = plain(hidden, head, targets)
@@ -144,7 +142,7 @@ def test_evaluation_sums_equal_the_plain_path() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
+    """Recorder of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +157,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 class PeakBytes(TorchDispatchMode):
-    """Notes the most bytes that tensors of at least `numel` elements hold at the same time."""
+    """Recorder of the most bytes that tensors of at least `numel` elements hold at the same time."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -178,10 +176,10 @@ class PeakBytes(TorchDispatchMode):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(("dtype", "per_logit"), [(torch.bfloat16, 2 + 4 + 4), (torch.float32, 4 + 4)])
-def test_a_chunk_is_let_go_before_the_next_is_computed(
+def test_a_chunk_is_freed_before_the_next_is_computed(
     dtype: torch.dtype, per_logit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The most at once are a chunk's logits, their copy in fp32 where they are not, and their log-softmax."""
+    """The maximum at once is a chunk's logits, their copy in fp32 where they are not, and their log-softmax."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # no buffers that are kept for all chunks
     hidden, head, targets = example(dtype, bias=False, positions=256 * 4)
     with PeakBytes(256 * 500) as seen:

@@ -54,17 +54,17 @@ ARCHITECTURES = [
         {"attention_chunk_size": 8, "head_dim": 8, "intermediate_size_mlp": 48, **MOE},
         False,
         False,
-    ),  # says nothing of its chunks
-    ("phimoe", {"sliding_window": 8, **MOE}, False, True),  # nor this one of its window
+    ),  # does not mention its chunks
+    ("phimoe", {"sliding_window": 8, **MOE}, False, True),  # nor this one its window
     ("granite", {"logits_scaling": 3.0}, True, False),
     ("cohere", {}, True, False),  # scales its logits
     ("bloom", {"n_layer": 2, "n_head": 4}, False, True),  # outside the attention interface
-    ("mamba", {"state_size": 4}, False, True),  # no attention at all
+    ("mamba", {"state_size": 4}, False, True),  # no attention
     ("falcon", {}, False, True),
     ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, False, True),
     ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]]}, False, True),
     ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, False, True),
-    ("doge", {"head_dim": 8}, False, True),  # a mask that is learned, handed over by its name
+    ("doge", {"head_dim": 8}, False, True),  # a learned mask, passed by its name
     ("afmoe", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1, "head_dim": 8}, True, True),
 ]  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_names_ties_generation_and_saving_are_untouched(tmp_path: Any) -> None:
 
 
 class SeenAttention:
-    """Notes how scaled_dot_product_attention was called."""
+    """Recorder of calls of scaled_dot_product_attention."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[bool, bool]] = []
@@ -275,7 +275,7 @@ def test_experts_are_multiplied_in_float64_too(empty: bool, tokenizer: Any) -> N
     assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
 
-def test_positions_that_are_counted_from_the_padding_on_leave_less_room() -> None:
+def test_positions_counted_from_the_padding_leave_less_room() -> None:
     fields = {"model_type": "roberta", "is_decoder": True, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
               "num_attention_heads": 2, "vocab_size": 300, "pad_token_id": 260, "max_position_embeddings": 277}  # fmt: skip
     model, _ = build_model(ModelConfig(config=fields), make_tokenizer(TokenizerConfig(kind="byte"), []), 16, 0)
@@ -368,7 +368,9 @@ EMPTY: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("fields", EMPTY, ids=str)
-def test_an_empty_model_is_the_real_one_but_for_its_weights(fields: dict[str, Any], dtype: str, tokenizer: Any) -> None:
+def test_an_empty_model_is_the_real_one_except_for_its_weights(
+    fields: dict[str, Any], dtype: str, tokenizer: Any
+) -> None:
     known = type(AutoConfig.for_model(fields["model_type"]))()
     sizes = {key: value for key, value in SMALL.items() if hasattr(known, key) and "token_id" not in key}
     config = ModelConfig(config={**sizes, "vocab_size": 257, **fields}, dtype=dtype, gradient_checkpointing=True)  # type: ignore[arg-type]
@@ -391,7 +393,7 @@ def test_an_empty_model_is_the_real_one_but_for_its_weights(fields: dict[str, An
 
     for mine, its in zip(describe(empty), describe(model), strict=True):
         assert mine == its
-    # Buffers are not sent like weights, so each process computes them.
+    # Buffers are not weights: no process sends them, so they are computed here as there.
     for (name, buffer), (its_name, its_buffer) in zip(empty.named_buffers(), model.named_buffers(), strict=True):
         assert name == its_name
         assert torch.equal(buffer, its_buffer)
@@ -421,7 +423,7 @@ def test_an_empty_model_of_a_continued_one_reads_no_weights(tokenizer: Any, tmp_
     ids=lambda value: str(value)[:40],
 )
 def test_no_architecture_is_refused(model_type: str, fields: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
-    """Not for unused parameters where experts see a few of the four tokens of the check, nor for leaks; continued as well."""
+    """Neither for unused parameters, where experts see a few of the four tokens of the check, nor for leaks; continued as well."""
     known = type(AutoConfig.for_model(model_type))()
     values = {key: value for key, value in SMALL.items() if hasattr(known, key)} | fields | {"vocab_size": 257}
     config = ModelConfig(config={"model_type": model_type, **values})
@@ -432,7 +434,7 @@ def test_no_architecture_is_refused(model_type: str, fields: dict[str, Any], tok
     build_model(continued, tokenizer, 16, 0)
 
 
-def test_a_parameter_that_a_short_row_does_not_reach_is_no_unused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_that_a_short_row_does_not_reach_is_not_called_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model that compresses many positions to one."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -510,7 +512,7 @@ def test_a_leak_is_found_however_little_it_shows(reaches: str, tokenizer: Any, m
 
 
 def gradient_of_end_token(model: Any, tokenizer: Any) -> torch.Tensor:
-    """Gradient of an id's row of the input embeddings, where a row of ids holds it once."""
+    """Gradient of its row of the input embeddings, where a row of ids holds it once."""
     ids = torch.randint(1, 200, (2, 17), generator=torch.Generator().manual_seed(0))
     ids[:, 8] = tokenizer.eos_token_id
     weight = model.get_input_embeddings().weight
@@ -603,7 +605,7 @@ def test_gradient_checkpointing_is_refused_where_transformers_has_none(
     ],
     ids=lambda value: "" if isinstance(value, type) else type(value).__name__,
 )
-def test_the_recipe_is_blamed_for_what_the_models_code_says_alone(
+def test_the_recipe_is_blamed_only_for_errors_of_the_models_own_code(
     raised: BaseException,
     expected: type[BaseException],
     tokenizer: Any,

@@ -1,6 +1,6 @@
-"""Other people's models: each type trains here as in transformers, or is refused for a reason that is true.
+"""Third-party models: each type trains here as in transformers, or is refused for a reason that is true.
 
-`docs/reference/models.md` is made by the same code and says what becomes of which type.
+`docs/reference/models.md` is made by the same code and lists the outcome for each type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from processes import run_everywhere
 MOST_USED = ["bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "llama", "mamba", "mistral", "mixtral", "mpt", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]  # fmt: skip
 
 NOT_BUILT = ("dots3_note", "gemma4_assistant")
-"""Wrappers, of images and of another model's drafts, whose parts do not become small together."""
+"""Wrappers, of images and of another model's drafts, whose parts cannot be made small together."""
 
 
 @pytest.mark.parametrize("model_type", MOST_USED)

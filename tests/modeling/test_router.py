@@ -61,7 +61,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class OneProcess:
-    """As much of an Accelerator as a loss asks for."""
+    """The part of an Accelerator that a loss needs."""
 
     device = torch.device("cpu")
 
@@ -114,7 +114,7 @@ def differences_to_one_process(curve: Curve) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["single", "ddp x2", "fsdp2 x2", "deepspeed_zero2 x2", "deepspeed_zero3 x2",
                                   *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp x3", "hsdp 2x2", "deepspeed_zero1 x2"))])  # fmt: skip
-def test_no_split_changes_it(name: str) -> None:
+def test_no_split_changes_the_router_loss(name: str) -> None:
     scenarios = SPLITS[1:] if name == "single" else SPLITS
     for curve in run_backend(*BACKENDS.get(name, (name, 1)), scenarios):
         differences = differences_to_one_process(curve)
@@ -123,7 +123,7 @@ def test_no_split_changes_it(name: str) -> None:
         assert all(difference <= TOLERANCE[key] for key, difference in differences.items()), differences
 
 
-def test_computed_for_each_micro_batch_it_would_depend_on_the_split() -> None:
+def test_a_router_loss_per_micro_batch_would_depend_on_the_split() -> None:
     alone = [
         run_backend("single", 1, [Scenario("mixtral", accumulation=n, steps=2, overrides=("model.router_loss=per_micro_batch",))])[0]
         for n in (1, 4)
@@ -190,7 +190,7 @@ def test_even_routing_costs_the_number_of_choices() -> None:
     assert float(balance(choices, probabilities, 1)) == pytest.approx(1.0)
 
 
-def test_models_without_a_router_loss_and_models_with_it_switched_off() -> None:
+def test_models_without_a_router_loss_and_models_that_disable_it() -> None:
     assert build("llama")[1].router is None
     assert build("deepseek_v3", config={"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "qk_nope_head_dim": 8,
                                         "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "moe_intermediate_size": 16,
@@ -200,8 +200,8 @@ def test_models_without_a_router_loss_and_models_with_it_switched_off() -> None:
     assert build("mixtral", router_loss="per_micro_batch")[1].router == Router(4, 2, 0.5, is_exact=False)
 
 
-def test_a_model_whose_routers_report_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that torch compiled can leave transformers deaf to what it is asked to record."""
+def test_routers_that_record_nothing_are_not_taken_for_a_model_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that torch compiled can keep transformers from recording what it is asked to record."""
     from transformers.utils.output_capturing import _active_collector
 
     monkeypatch.setattr(_active_collector, "compiling", True)
@@ -222,7 +222,7 @@ def test_a_loss_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         build("mixtral")
 
 
-def test_a_run_logs_it_apart_and_says_how_it_is_computed(tiny: list[str]) -> None:
+def test_a_run_logs_the_router_loss_separately_and_says_how_it_is_computed(tiny: list[str]) -> None:
     import json
     from pathlib import Path
 

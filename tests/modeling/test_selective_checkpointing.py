@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: same numbers bit for bit, no product computed twice, memory between all and nothing."""
+"""Selective activation checkpointing: same numbers bit for bit, no product computed twice, memory between full and none."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def step(model: Any, run: Any, packs: bool = False) -> list[torch.Tensor]:
 
 
 def kept_bytes(run: Callable[[], Any]) -> int:
-    """Memory that a forward pass leaves allocated, by the allocator's own count.
+    """Bytes that a forward pass leaves allocated, by the allocator's own count.
 
-    In a process of its own: in one that has profiled, torch's profiler cannot be silenced any more.
+    In a separate process: in one that has profiled, torch's profiler cannot be silenced any more.
     """
     return int(run_everywhere(lambda: _kept_bytes(run))[0])
 
@@ -84,7 +84,7 @@ def operations(run: Callable[[], Any]) -> tuple[int, int]:
 
 
 class Attentions(TorchDispatchMode):
-    """Counts what torch's own count leaves out on a CPU."""
+    """Counter of attentions, which torch's own count leaves out on a CPU."""
 
     calls = 0
 
@@ -104,7 +104,7 @@ def attentions(run: Callable[[], Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_no_product_is_computed_twice_and_memory_lies_between(name: str) -> None:
+def test_no_product_is_computed_twice_and_memory_is_in_between(name: str) -> None:
     found = {}
     for mode in MODES:
         model = build(SIZES[name], mode)
@@ -130,8 +130,8 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(fields: dict[str, Any], pac
     assert all(map(torch.equal, plain, full))
 
 
-def test_masks_of_dropout_that_are_drawn_anew_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without the first pass's random state the gradients are others."""
+def test_redrawn_dropout_masks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the first pass's random state the gradients differ."""
     (plain,) = (step(model := build(DROPOUT, mode), model) for mode in (False,))
     arguments = activations.checkpoint_arguments("selective") | {"preserve_rng_state": False}
     monkeypatch.setattr("acc_lm.modeling.build.checkpoint_arguments", lambda which: arguments)
@@ -141,8 +141,8 @@ def test_masks_of_dropout_that_are_drawn_anew_are_seen(monkeypatch: pytest.Monke
     assert not all(map(torch.equal, plain, broken))
 
 
-def test_attention_that_drops_is_called_again() -> None:
-    """Kept, it would not draw the second time, and what draws after it would draw other numbers."""
+def test_attention_with_dropout_is_called_again() -> None:
+    """If it were kept, it would not draw the second time, and later draws would give other numbers."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     q = torch.zeros(1)
@@ -162,7 +162,7 @@ def test_attention_that_drops_is_called_again() -> None:
     *(pytest.param(*case, marks=pytest.mark.slow)
       for case in [("aot_eager_decomp_partition", "gpt2", True), ("inductor", "llama", False), ("inductor", "gpt2", True)]),
 ])  # fmt: skip
-def test_compiled_it_keeps_less_than_everything_and_gives_the_same(backend: str, name: str, packs: bool) -> None:
+def test_compiled_it_keeps_less_than_full_and_gives_the_same(backend: str, name: str, packs: bool) -> None:
     torch._dynamo.reset()
     expected = step(model := build(SIZES[name], False, packs), model, packs)
     kept = {}
@@ -202,7 +202,7 @@ def test_every_engine_keeps_its_curve_bit_for_bit(name: str) -> None:
         assert plain.start != plain.end
 
 
-def test_a_recipe_says_which(tiny: list[str]) -> None:
+def test_the_recipe_chooses_the_kind_of_checkpointing(tiny: list[str]) -> None:
     assert run_training([*tiny, "model.gradient_checkpointing=selective", "--dry-run"]).code == 0
     (line,) = run_training([*tiny, "model.gradient_checkpointing=selectiv"], expect=2).errors
     assert line.endswith(

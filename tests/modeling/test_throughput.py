@@ -1,4 +1,4 @@
-"""Reported speed: its arithmetic against torch's own counter and published shapes, the parts of a step, the profile."""
+"""Reported speed of a run: the arithmetic against torch's own counter and published shapes, the parts of a step, the profile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(config: dict[str, Any], **more: Any) -> Any:
 
 
 def flops_by_torch(model: Any) -> float:
-    """FLOP of a token, forward and backward, as torch counts the products that it really computes."""
+    """FLOPs of a token, forward and backward, as torch counts the products that it really makes."""
     ids = torch.randint(0, 257, (2, LENGTH))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # products that it can see
         model(
@@ -119,7 +119,7 @@ def test_a_token_of_a_known_model_costs_what_is_published(name: str) -> None:
         assert [round(speed * flops.of_token(length) / peak.flops, 3) for speed in (5762, 6667)] == [0.337, 0.39]
 
 
-def test_what_is_not_known_has_no_figure() -> None:
+def test_unknown_quantities_have_no_figure() -> None:
     _, window = build({**LLAMA, "model_type": "mistral", "sliding_window": 16})
     assert "sliding_window" in window.flops.unknown
     experts = build({**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -171,7 +171,7 @@ PROFILED = [
 
 
 def train(arguments: list[str], config: str = "single", sabotage: Callable[[int], None] | None = None) -> Finished:
-    """`train.py`, on two processes where the engine has several; `sabotage` gets the number of its process."""
+    """Run `train.py`, on two processes where the engine has several; `sabotage` gets the number of its process."""
 
     def run() -> int:
         import train
@@ -266,7 +266,7 @@ def slow_host(rank: int) -> None:
     acc_lm.training.train_step = late
 
 
-# Its positions are in no unit but the outermost, which FSDP2 gathers before any hook of ours that is not in front.
+# Its positions are only in the outermost unit, which FSDP2 gathers before any hook of ours that is not in front.
 MODEL_WITH_WEIGHTS_AT_ITS_ROOT = "model.config={model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, n_positions: 32, resid_pdrop: 0.0, embd_pdrop: 0.0, attn_pdrop: 0.0}"
 SEVERAL = ["ddp", "fsdp2", "deepspeed_zero2", pytest.param("deepspeed_zero3", marks=pytest.mark.slow),
            pytest.param("deepspeed_zero1", marks=pytest.mark.slow)]  # fmt: skip
@@ -274,7 +274,7 @@ SEVERAL = ["ddp", "fsdp2", "deepspeed_zero2", pytest.param("deepspeed_zero3", ma
 
 @pytest.mark.parametrize("config", SEVERAL)
 @pytest.mark.parametrize("what", [slow_loader, pytest.param(slow_host, marks=pytest.mark.slow)])
-def test_what_is_slow_shows_where_it_is(
+def test_slowness_shows_in_the_part_that_causes_it(
     what: Callable[[int], None], config: str, tiny: list[str], tmp_path: Path
 ) -> None:
     """Two batches a step: 0.2 s on process 1, for which process 0 waits; the means are half of that."""
@@ -294,7 +294,7 @@ def test_what_is_slow_shows_where_it_is(
     assert (parts["host, none of these"][2] >= 200) == (what is slow_host), parts
     # On a busy machine process 0 may be late too: by less than that, and it is never process 1 that waits longer.
     assert parts["waiting for others"][1] > max(60, parts["waiting for others"][2]), parts
-    # The same two steps by the profiler's clock: what a process stood still for is no matter of who looks.
+    # The same two steps by the profiler's clock: a process's idle time does not depend on how it is observed.
     stood = statistics.fmean(row["seconds_communication"] + row["seconds_waiting"] for row in rows[2:4])
     assert 1e3 * stood == pytest.approx(parts["communication"][0] + parts["waiting for others"][0], rel=0.15), (
         rows,
@@ -303,10 +303,12 @@ def test_what_is_slow_shows_where_it_is(
 
 
 @pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
-def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tiny: list[str], tmp_path: Path) -> None:
-    """It needs a second before the first step and after each evaluation, and two tenths of a second in each step.
+def test_main_process_work_between_steps_is_not_counted_as_waiting(
+    config: str, tiny: list[str], tmp_path: Path
+) -> None:
+    """The main process needs a second before the first step and after each evaluation, and two tenths of a second in each step.
 
-    DDP copies its buffers first, so that is where the other one waits.
+    DDP copies its buffers first, so that is where the other process waits.
     """
 
     def slow_main(rank: int) -> None:
@@ -324,7 +326,7 @@ def test_what_the_main_process_does_between_steps_is_no_waiting(config: str, tin
         assert row["seconds_per_step"] < 0.6, rows
 
 
-def test_a_background_save_holds_no_process_up(tiny: list[str], tmp_path: Path) -> None:
+def test_a_background_save_during_the_steps_delays_no_process(tiny: list[str], tmp_path: Path) -> None:
     """Process 1 has a thread that waits a second for process 0 to write, while both compute and log."""
 
     def slow_save(rank: int) -> None:
@@ -339,8 +341,8 @@ def test_a_background_save_holds_no_process_up(tiny: list[str], tmp_path: Path) 
     assert last["seconds_waiting"] < 0.08, "a second of one of two processes in three steps"
 
 
-def test_a_gpu_is_idle_when_its_compute_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle time of made-up streams: those on which engines send may wait for each other."""
+def test_a_gpu_is_idle_when_the_stream_that_computes_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated streams: those on which engines send may wait for each other for any time."""
     waits: list[str] = []
     stood: list[str] = []
 
@@ -409,7 +411,7 @@ def test_mfu_is_of_all_processes(config: str, tiny: list[str], tmp_path: Path) -
         assert not any("mfu" in name for row in logged(tmp_path / "unknown") for name in row)
 
 
-def test_a_resumed_run_profiles_the_remaining_steps(tiny: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_profiles_the_steps_that_are_left(tiny: list[str], tmp_path: Path) -> None:
     def stop(rank: int) -> None:
         wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), signal.SIGTERM), 4)
 
@@ -440,14 +442,14 @@ def test_a_resumed_run_profiles_the_remaining_steps(tiny: list[str], tmp_path: P
     ("[0, 3]", "profile.steps"), ("[3]", "profile.steps"), ("ten", "profile.steps"),
     ("[4, 7]", "profile.steps must be within training.max_steps 6, got [4, 7]"),
 ])  # fmt: skip
-def test_steps_that_are_none_are_refused(steps: str, message: str, tiny: list[str]) -> None:
+def test_invalid_steps_to_profile_are_refused(steps: str, message: str, tiny: list[str]) -> None:
     config = [word for word in tiny if word != "--config"]
     with pytest.raises(ConfigError) as error:
         load_config(Path(config[0]), [*config[1:], f"profile.steps={steps}"])
     assert message in str(error.value)
 
 
-def test_steps_beyond_the_last_epoch_are_refused(tiny: list[str]) -> None:
+def test_steps_to_profile_beyond_the_last_epoch_are_refused(tiny: list[str]) -> None:
     arguments = [
         *tiny,
         "training.max_steps=null",
@@ -511,7 +513,7 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_the_device() -> None:
     ]
 
 
-def test_what_two_collectives_hold_up_together_counts_once() -> None:
+def test_a_wait_for_two_overlapping_collectives_counts_once() -> None:
     span, product = event(f"{STEP}1", 0, 10, "user_annotation"), event("aten::mm", 0, 2, "cpu_op")
     (step,) = look_at(
         [
@@ -525,7 +527,7 @@ def test_what_two_collectives_hold_up_together_counts_once() -> None:
     assert [round(1e3 * step[name], 3) for name in ("compute", "communicated", "host")] == [2, 7, 2]
 
 
-def test_operators_have_the_time_that_they_need_themselves() -> None:
+def test_operators_are_charged_only_their_own_time() -> None:
     events = [event(f"{STEP}1", 0, 10, "user_annotation"), event("aten::linear", 1, 4, "cpu_op"), event("aten::mm", 2, 2.5, "cpu_op"),
               event("autograd::engine::evaluate_function: X", 6, 3, "cpu_op"), event("aten::mm", 6.5, 1, "cpu_op"),
               event("aten::argmax", 11, 5, "cpu_op")]  # fmt: skip
@@ -541,8 +543,8 @@ def test_intervals() -> None:
     assert without([(0, 1)], []) == [(0, 1)]
 
 
-def test_marks_of_a_step_are_no_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event on a GPU would be made once, while the graph is: here a tensor stands for it, of which the graph must not know."""
+def test_step_marks_are_not_part_of_the_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU an event would be made once, during compilation: here a tensor stands for it, which must not be in the graph."""
     from types import SimpleNamespace
 
     from acc_lm.runtime import Pace

@@ -1,4 +1,4 @@
-"""Muon: whole matrices made orthogonal, on every engine that has them, against a reading of its own in float64."""
+"""Muon: complete matrices made orthogonal, on every engine that has them, against a separate float64 implementation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_matrices(shapes: list[tuple[int, int]] = SHAPES) -> list[torch.nn.Param
 
 
 def gradients_of(step: int, parameters: list[Any]) -> list[Tensor]:
-    """With rows of very different sizes, as gradients have them: what is nearly orthogonal as it is would show little."""
+    """With rows of very different sizes, as gradients have them: a matrix that is already nearly orthogonal would show little."""
     generator = torch.Generator().manual_seed(step)
     drawn = [torch.randn(tuple(p.shape), generator=generator) for p in parameters]
     return [torch.logspace(0, -3, len(g)).view(-1, *[1] * (g.ndim - 1)) * g for g in drawn]
@@ -56,7 +56,7 @@ def make_muon(matrices: list[Any], others: list[Any]) -> MuonAndAdamW:
 
 
 def read_muon(weight: Tensor, gradients: list[Tensor], orthogonal: bool = True) -> Tensor:
-    """The weight after these gradients, in float64, from the two papers."""
+    """Weight after these gradients, in float64, from the two papers."""
     weight, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
     for gradient in gradients:
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient.double()
@@ -70,7 +70,7 @@ def read_muon(weight: Tensor, gradients: list[Tensor], orthogonal: bool = True) 
 
 
 def test_a_step_is_the_one_of_the_paper() -> None:
-    """To what 16 bits leave of it; without the iteration, or with half a matrix, it is another."""
+    """To the precision of 16 bits; without the iteration, or with half a matrix, the step differs."""
     matrices = make_matrices()
     before = [matrix.detach().clone() for matrix in matrices]
     optimizer = make_muon(matrices, [torch.nn.Parameter(torch.zeros(3))])
@@ -92,7 +92,7 @@ def test_a_step_is_the_one_of_the_paper() -> None:
             assert (half - expected[lower]).norm() > 0.1 * moved
 
 
-def test_it_equals_torchs_muon_and_torchs_adamw_bit_for_bit() -> None:
+def test_it_is_torchs_muon_combined_with_torchs_adamw_bit_for_bit() -> None:
     ours, theirs = make_matrices(), make_matrices()
     our_others, their_others = ([torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(7, 3))] for _ in "ab")
     optimizer = make_muon(ours, our_others)
@@ -113,8 +113,8 @@ def test_it_equals_torchs_muon_and_torchs_adamw_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("num_processes", "mesh"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.slow)])
-def test_a_sharded_matrix_takes_the_step_of_the_full_one_bit_for_bit(num_processes: int, mesh: tuple[int, ...]) -> None:
-    """The control: torch's own Muon on the same parts, and each part made orthogonal by itself."""
+def test_a_sharded_matrix_makes_the_step_of_the_full_one_bit_for_bit(num_processes: int, mesh: tuple[int, ...]) -> None:
+    """Controls: torch's own Muon on the same parts, and each part made orthogonal by itself."""
 
     def run() -> list[tuple[float, float | None, float]]:
         import torch.distributed as dist
@@ -164,7 +164,7 @@ def test_a_sharded_matrix_takes_the_step_of_the_full_one_bit_for_bit(num_process
         assert min(alone[:3]) > 1e-3
 
 
-def test_a_step_that_is_skipped_changes_nothing_and_none_reads_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_changes_nothing_and_no_step_reads_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices, others = make_matrices(), [torch.nn.Parameter(torch.ones(5))]
     optimizer = make_muon(matrices, others)
     reads: list[str] = []
@@ -245,8 +245,8 @@ def test_swap_the_yaml_keep_the_curve(config: str, num_processes: int) -> None:
         assert (got.start, got.ledger) == (expected.start, expected.ledger)
 
 
-def test_parts_that_are_made_orthogonal_by_themselves_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the test above, and that it is no test of AdamW."""
+def test_parts_that_are_made_orthogonal_by_themselves_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above, and proof that it is no test of AdamW."""
     (expected,) = one_process(SCENARIOS[0])
     monkeypatch.setattr(
         "acc_lm.optimization.muon.whole", lambda tensor: getattr(tensor.detach(), "_local_tensor", tensor.detach())
@@ -261,7 +261,7 @@ def test_parts_that_are_made_orthogonal_by_themselves_are_seen(monkeypatch: pyte
 @pytest.mark.parametrize(
     "names", [("single", "fsdp2"), pytest.param(("single", "ddp", "fsdp2", "hsdp"), marks=pytest.mark.slow)]
 )
-def test_an_engine_resumes_from_another_and_from_itself_bit_for_bit(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_one_engine_resumes_from_another_and_from_itself_bit_for_bit(names: tuple[str, ...], tmp_path: Path) -> None:
     engines = {name: (name, {"single": 1, "hsdp": 4}.get(name, 2)) for name in names}
     matrix = whole_matrix(SCENARIOS[0], tmp_path, engines)
     for writer, row in matrix.items():
@@ -272,7 +272,7 @@ def test_an_engine_resumes_from_another_and_from_itself_bit_for_bit(names: tuple
 
 
 @pytest.mark.parametrize("fault", ["momentum not restored", "step count not restored"])
-def test_what_is_not_restored_is_seen(fault: str, tmp_path: Path) -> None:
+def test_state_that_is_not_restored_is_detected(fault: str, tmp_path: Path) -> None:
     whole = run_backend("single", 1, [replace(SCENARIOS[0], save=tmp_path)])[0]
     load = tmp_path / f"checkpoints/step-{STEPS // 2:08d}"
     intact, broken = run_backend(
@@ -327,7 +327,7 @@ def test_a_run_from_dry_run_to_export(tiny: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"])
-def test_an_engine_without_matrices_refuses_in_one_line(config: str, tiny: list[str]) -> None:
+def test_an_engine_without_full_matrices_refuses_in_one_line(config: str, tiny: list[str]) -> None:
     environment = launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 2)
     finished = run_training([*tiny, MUON], 2, environment, expect=None)
     assert finished.codes == [4, 4], finished.outputs
@@ -336,7 +336,7 @@ def test_an_engine_without_matrices_refuses_in_one_line(config: str, tiny: list[
     assert line.endswith("got muon; set optimizer.name=adamw, or use accelerate_configs/fsdp2.yaml")
 
 
-def test_what_muon_is_not_for_is_refused() -> None:
+def test_settings_that_do_not_go_with_muon_are_refused() -> None:
     recipe: dict[str, Any] = {
         "model": {"name_or_path": "some/model"}, "adapter": {"kind": "lora"},
         "training": {"max_steps": 9, "global_batch_size": 2, "micro_batch_size": 2}, "schedule": {"warmup_steps": 0},
@@ -354,7 +354,7 @@ def test_what_muon_is_not_for_is_refused() -> None:
         build_optimizer(model, OptimizerConfig(name="muon"))
 
 
-def test_parity_leaves_out_what_would_refuse_muon_whatever_its_file_is_called(
+def test_parity_leaves_out_configs_that_would_refuse_muon_whatever_their_name(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
     from acc_lm.studies.parity import _cases

@@ -85,7 +85,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 def test_arguments_that_fail_later_in_the_run_are_refused_before_it(
     name: str, arguments: dict[str, object], warmup_steps: int
 ) -> None:
-    """Also those that would raise the rate above its peak, or make it fall in one step because the decay is longer than the run."""
+    """Also arguments that would raise the rate above its peak, or make it fall in one step because the decay exceeds the run."""
     config = ScheduleConfig(name=name, warmup_steps=warmup_steps, arguments=arguments)
     with pytest.raises(ConfigError, match=r"schedule\.arguments(\.num_decay_steps)? must"):
         build_schedule(config, OptimizerConfig(learning_rate=1e-2), 36)
@@ -102,7 +102,7 @@ def test_keys_that_a_schedule_would_ignore_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("how", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_rates_scale_with_the_global_batch_as_asked(how: str, factor: float) -> None:
+def test_rates_scale_with_the_global_batch_as_requested(how: str, factor: float) -> None:
     """Peak and minimum alike, against the batch that they were chosen for, and never against the number of processes."""
     values = {"name": "cosine", "warmup_steps": 3, "min_learning_rate": 1e-4}
     plain = build_schedule(ScheduleConfig(**values), OptimizerConfig(learning_rate=1e-3), 40, 64)
@@ -121,8 +121,8 @@ def test_a_scale_needs_its_reference(values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant_with_warmup", "warmup_stable_decay", "polynomial"])
-def test_after_a_changed_global_batch_the_rate_is_that_of_the_place(name: str) -> None:
-    """Six steps of 8 rows, then steps of 16: from step 7 on what a run of 16 has from its step 4 on."""
+def test_after_a_changed_global_batch_the_rate_follows_the_position(name: str) -> None:
+    """Six steps of 8 rows, then steps of 16: from step 7 on, the rates that a run of 16 has from its step 4 on."""
     arguments = {"num_decay_steps": 5} if name == "warmup_stable_decay" else {}
     config = ScheduleConfig(name=name, warmup_steps=5, arguments=arguments)
     optimizer = OptimizerConfig(learning_rate=1e-3)
@@ -136,7 +136,7 @@ def test_after_a_changed_global_batch_the_rate_is_that_of_the_place(name: str) -
 
 
 def test_every_fragment_of_the_page_is_a_recipe(tmp_path: Path) -> None:
-    """docs/guides/controls.md: each block laid over the quickstart, and each schedule for all of its steps."""
+    """Blocks of docs/guides/controls.md: each merged into the quickstart, and each schedule for all of its steps."""
     from ruamel.yaml import YAML
 
     from acc_lm.config.loading import load_config

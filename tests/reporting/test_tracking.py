@@ -50,7 +50,7 @@ def train_with(
     num_processes: int = 1,
     expect: int = 0,
 ) -> Finished:
-    """Train in processes in which `prepare` has broken something; `expect` is how the run must end all the same."""
+    """Train in processes in which `prepare` has broken something; `expect` is how the run must end nevertheless."""
 
     def function() -> int:
         import train
@@ -86,13 +86,13 @@ def records_of(folder: Path) -> Iterator[Any]:
             continue
         parts += data[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # complete, or the last part
             yield Record.FromString(parts)
             parts = b""
 
 
 def identity_and_rows(folder: Path) -> tuple[str, dict[int, dict[str, float]]]:
-    """The run's id, and what W&B is given of each step; its own step and the axis of the charts must be the same."""
+    """The run's id, and the values that W&B gets for each step; its own step and the axis of the charts must be the same."""
     identity, rows = "", dict[int, dict[str, float]]()
     for record in records_of(folder):
         if record.HasField("run"):
@@ -114,7 +114,7 @@ def rows_of_metrics(run: Path) -> dict[int, dict[str, float]]:
 
 
 def assert_complete(run: Path) -> None:
-    """The one folder that there is to sync has every step of `metrics.jsonl`, with the values that stand there."""
+    """Check that the only folder to sync has every step of `metrics.jsonl`, with the same values."""
     (folder,) = offline_runs(run)
     identity, rows = identity_and_rows(folder)
     assert rows == rows_of_metrics(run)
@@ -171,7 +171,7 @@ def test_offline_one_folder_has_every_step_once_whatever_ended_the_run(
 
 
 def test_offline_after_a_sync_only_later_steps_follow(tiny: list[str], tmp_path: Path) -> None:
-    """W&B numbers steps anew that it already has: they must not be given to it again."""
+    """W&B renumbers steps that it already has, so they must not be sent again."""
     run = tmp_path / "run"
     arguments = [*tiny, "training.log_every=1", "tracking.report_to=[wandb]"]
     train_with(arguments)
@@ -201,7 +201,7 @@ def test_an_older_step_of_another_recipe_is_another_run(tiny: list[str], tmp_pat
 
 
 class FakeRun:
-    """As much of a run of W&B online as is asked of it, with the server's rule: a step that is not later is refused."""
+    """The part of an online W&B run that we use, with the server's rule: a step that is not later is refused."""
 
     offline = False
     starting_step = 0
@@ -224,7 +224,7 @@ class FakeRun:
         pass
 
 
-def test_online_wandb_is_given_what_it_does_not_have_yet(tiny: list[str], tmp_path: Path) -> None:
+def test_online_wandb_gets_only_what_it_does_not_have_yet(tiny: list[str], tmp_path: Path) -> None:
     """A stop at a step whose evaluation is left to the next run, a lost tail, and an older checkpoint."""
     server, run = tmp_path / "server.jsonl", tmp_path / "run"
     arguments = [*tiny, "training.log_every=1", "tracking.report_to=[wandb]"]
@@ -247,7 +247,7 @@ def test_online_wandb_is_given_what_it_does_not_have_yet(tiny: list[str], tmp_pa
     assert [json.loads(line)["train/global_step"] for line in server.read_text().splitlines()] == [1, 2]
     train_with(arguments, prepare)
     assert server_rows(server) == rows_of_metrics(run)
-    server.write_text("".join(server.read_text().splitlines(keepends=True)[:-1]))  # never reached it
+    server.write_text("".join(server.read_text().splitlines(keepends=True)[:-1]))  # never arrived
     shutil.rmtree(run / "checkpoints/step-00000006")
     train_with([*arguments, "training.max_steps=9"], prepare)
     assert list(server_rows(server)) == list(range(1, 10))
@@ -293,7 +293,7 @@ def no_wandb() -> None:
 
 
 def slow_to_start() -> None:
-    """An answer to the first question, and none to those of `wandb.init`, for longer than the run takes to begin."""
+    """A W&B that answers the first question, and none of those of `wandb.init`, for longer than the run takes to begin."""
     tracking.wandb_mode = lambda: ("online", "")
     tracking.INIT_SECONDS, tracking.START_SECONDS = 1.0, 0.2
 
@@ -479,14 +479,14 @@ def test_a_second_process_has_no_tracker_no_bar_and_no_file_but_its_tensors(tiny
     )
     assert any("chain.json" in line for line in by_main)
     assert any("metrics.jsonl" in line for line in by_main)
-    # It looks whether its machine can write there at all, and takes that away again.
+    # It checks whether its machine can write there, and removes what it wrote.
     allowed = (f"os.mkdir {run}", "/.probe-", "/tensors-00001-of-00002.safetensors")
     assert [line for line in by_second if not any(text in line for text in allowed)] == []
     assert list(run.glob("checkpoints/latest/tensors-00001-of-00002.safetensors"))
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"id": "x", "sent": "y", "uploaded": 0, "recipe": {}}'])
-def test_a_damaged_note_about_wandb_costs_a_line_and_a_new_run_there(
+def test_a_damaged_wandb_note_costs_a_line_and_starts_a_new_run_there(
     content: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from acc_lm.config.loading import load_config

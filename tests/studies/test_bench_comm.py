@@ -122,7 +122,7 @@ def test_bench_comm_refuses_what_it_cannot_do_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_launch_that_fails_is_an_error_with_its_message(
+def test_a_launch_that_fails_is_an_error_with_its_output(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from acc_lm.studies import bandwidth
@@ -174,8 +174,8 @@ def test_a_collective_that_is_wrong_is_not_timed() -> None:
     assert run_everywhere(run, 2) == [[f"{kind} of 4096 bytes gave a wrong result" for kind in kinds]] * 2
 
 
-def test_a_copy_for_data_parallel_computes_with_its_own_weights(tiny_recipe: Path) -> None:
-    """As DataParallel copies a model: each module by itself, with what stands in its __dict__."""
+def test_a_data_parallel_copy_computes_with_its_own_weights(tiny_recipe: Path) -> None:
+    """As DataParallel copies a model: each module by itself, with the content of its __dict__."""
     from acc_lm.config import ModelConfig, TokenizerConfig
     from acc_lm.config.loading import load_config
     from acc_lm.modeling.build import build_model

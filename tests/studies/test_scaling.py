@@ -1,4 +1,4 @@
-"""`acc-lm scaling`: what a step communicates on each engine, the same losses on any number of processes, and what is made of it."""
+"""`acc-lm scaling`: communication of a step on each engine, the same losses on any number of processes, and the derived figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIGS = ROOT / "accelerate_configs"
 
 
 def one_step(recipe: Path, config: str, num_processes: int, accumulation: int = 1) -> dict[str, Any]:
-    """Facts from the main process: a step's collectives by kind, bytes that came in over TCP, and facts of the model."""
+    """Measurements of the main process: a step's collectives by kind, bytes received over TCP, and facts about the model."""
 
     def run() -> dict[str, Any]:
         from acc_lm import runtime
@@ -87,7 +87,7 @@ def test_zero_sends_gradients_one_way_and_weights_the_other(stage: int, tiny_rec
     assert sent(found, "all-gather")[1] == pytest.approx(gradients, rel=0.05)
 
 
-def test_a_counter_sees_what_each_kind_hands_over_and_in_which_group() -> None:
+def test_a_counter_sees_the_payload_and_the_group_of_each_kind() -> None:
     def run() -> Any:
         import torch.distributed as dist
 
@@ -115,7 +115,7 @@ def test_a_counter_sees_what_each_kind_hands_over_and_in_which_group() -> None:
 
 
 def test_a_counted_step_runs_what_is_compiled() -> None:
-    """torch runs nothing compiled under most modes of its dispatcher, and attention without its kernel needs T x T scores."""
+    """torch runs nothing compiled under most of its dispatch modes, and attention without its kernel needs T x T scores."""
     from acc_lm.runtime import Traffic
 
     ran: list[str] = []
@@ -140,7 +140,7 @@ def test_a_counted_step_runs_what_is_compiled() -> None:
 
 
 def forked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Let launches fork from this process instead of starting anew; returns those that were asked for, as they come."""
+    """Let launches fork from this process instead of starting a new interpreter; returns the requested launches, as they come."""
     from acc_lm.studies import scaling
 
     asked: list[tuple[int, str]] = []
@@ -209,7 +209,7 @@ def test_strong_and_weak_scaling_of_a_recipe(
 
 
 def measured(losses: Sequence[float], ledger: str = "rows") -> dict[str, Any]:
-    """Result of a launch of six steps."""
+    """Measurements of a launch of six steps."""
     metrics = {
         step: {"train/loss": loss, "train/tokens": 100.0 * step, "train/tokens_per_second": 50.0}
         for step, loss in enumerate(losses, start=1)
@@ -300,7 +300,7 @@ def test_more_processes_than_gpus_are_refused_and_cpu_processes_are_not(monkeypa
     check_num_processes(5, "--processes")
 
 
-def test_a_step_takes_what_the_log_says_without_its_start() -> None:
+def test_the_time_of_a_step_is_taken_from_the_log_without_the_start() -> None:
     from acc_lm.studies.scaling import seconds_of_steps
 
     def log(step: int, tokens: float, rate: float) -> tuple[int, dict[str, float]]:
@@ -373,8 +373,8 @@ def test_an_interrupted_command_ends_what_it_started(number: signal.Signals, tmp
     assert not is_alive(grandchild)
 
 
-def test_a_wait_that_a_signal_broke_off_keeps_no_process_alive() -> None:
-    """Between taking the lock of a Popen and looking after the process nothing lets it go again."""
+def test_an_interrupted_wait_keeps_no_process_alive() -> None:
+    """Between taking the lock of a Popen and checking the process nothing releases it."""
     from acc_lm.studies.launching import _end
 
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -402,7 +402,7 @@ def test_an_interrupted_verb_ends_with_130(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_launch_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_a_launch_that_fails_says_why_and_one_that_hangs_is_terminated(tmp_path: Path) -> None:
     from acc_lm.studies.launching import launch
 
     file, log = tmp_path / "program.py", tmp_path / "log"

@@ -33,7 +33,7 @@ BEST, LAST = 4, 6
 
 
 def stopping(values: list[float], metric: str = "eval/loss", patience: int = 2, least: float = 0.0) -> int | None:
-    """The evaluation after which the run is over; with a checkpoint in the middle of every two."""
+    """The evaluation after which the run ends; with a checkpoint in the middle of every two."""
     config = TrainingConfig(max_steps=1, early_stopping_patience=patience, early_stopping_min_improvement=least)
     kept: dict[str, Any] = {}
     for number, value in enumerate(values, start=1):
@@ -67,7 +67,7 @@ def test_evaluations_without_improvement_are_counted(
     assert stopping(values, **more) == expected
 
 
-def test_a_checkpoint_of_before_or_of_another_metric_counts_from_there() -> None:
+def test_an_older_checkpoint_or_another_metric_starts_the_count_there() -> None:
     config = TrainingConfig(max_steps=1, early_stopping_patience=1)
     other = {"early_stopping": {"metric": "eval/loss", "best": 1.0, "best_step": 2, "num_worse": 1, "step": 2}}
     assert EarlyStopping(config, "eval/loss", Checkpoint(Path(), other)).reason
@@ -140,7 +140,7 @@ def test_the_same_command_again_changes_nothing_and_more_patience_resumes(
 @pytest.mark.parametrize(
     "moment", [pytest.param("counting", marks=pytest.mark.slow), "after the evaluation that ends it", "the export"]
 )
-def test_killed_it_comes_to_the_same_end(moment: str, whole: Path, tiny_recipe: Path, tmp_path: Path) -> None:
+def test_a_killed_run_comes_to_the_same_end(moment: str, whole: Path, tiny_recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["--config", str(tiny_recipe), *STOPS, f"output_dir={run}"]
     place = {
@@ -156,7 +156,7 @@ def test_killed_it_comes_to_the_same_end(moment: str, whole: Path, tiny_recipe: 
 
 
 @pytest.mark.parametrize("which", ["best", pytest.param("last", marks=pytest.mark.slow)])
-def test_stopped_where_an_evaluation_is_due_it_counts_it_later(
+def test_a_run_stopped_where_an_evaluation_is_due_counts_it_later(
     which: str, whole: Path, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     """The checkpoint knows nothing of the evaluation that made it the best, or that ends the run; killed again after it was made up for."""
@@ -196,7 +196,7 @@ def test_all_processes_stop_together_and_export_the_best(
 
 
 def test_the_best_is_the_best_by_the_chosen_metric(tiny: list[str], tmp_path: Path) -> None:
-    """Checkpoints, links, list, picture's entry and summary follow; final/ gets these weights when asked to."""
+    """Checkpoints, links, list, picture's entry and summary follow; final/ gets these weights on request."""
     from acc_lm.cli.checkpoint import list_checkpoints
 
     run = tmp_path / "run"
@@ -226,7 +226,7 @@ def test_the_best_is_the_best_by_the_chosen_metric(tiny: list[str], tmp_path: Pa
     assert f" {values[best]:.4f} " in line
 
 
-def test_rotation_follows_the_metric_and_reads_checkpoints_of_before(tmp_path: Path) -> None:
+def test_rotation_follows_the_metric_and_reads_older_checkpoints(tmp_path: Path) -> None:
     accuracies = {1: 0.2, 2: 0.4, 3: 0.4, 4: None, 5: 0.1, 6: 0.1, 7: 0.1}
     root = tmp_path / "checkpoints"
     for step, value in accuracies.items():
@@ -236,7 +236,7 @@ def test_rotation_follows_the_metric_and_reads_checkpoints_of_before(tmp_path: P
         state = {"eval_loss": 9.0 - step} if step == 1 else {"eval_loss": float(step), "evaluation": evaluation}
         (folder / STATE).write_text(json.dumps(state if value is not None else {"eval_loss": None, "evaluation": None}))
         (folder / MANIFEST).touch()
-    # An evaluation that a stop left out stands in the record alone.
+    # An evaluation that a stop left out is in the record alone.
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval/loss": 4.0, "eval/token_accuracy": 0.5}\n')
     rotate(root, CheckpointConfig(keep_last=2, keep_best=2, best_metric="eval/token_accuracy"))
     assert steps_of(tmp_path) == [2, 4, 6, 7], "of equal ones the first"
@@ -260,7 +260,7 @@ def test_rotation_follows_the_metric_and_reads_checkpoints_of_before(tmp_path: P
         (["training.metric_for_best_model=eval_loss"], r"metric_for_best_model is another tool's name, here it is checkpoint\.best_metric"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line(overrides: list[str], message: str, tiny_recipe: Path) -> None:
+def test_each_refusal_is_one_line(overrides: list[str], message: str, tiny_recipe: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_config(tiny_recipe, overrides)
     assert len(error.value.problems) == 1

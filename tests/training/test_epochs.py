@@ -36,7 +36,7 @@ def reports(run: Path) -> dict[int, dict[str, float]]:
 def whole(
     tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Finished, list[tuple[float, int]]]:
-    """The run, how it ended, and (summed loss, targets) of each of its steps, read anew from what they returned."""
+    """The run, how it ended, and (summed loss, targets) of each of its steps, recomputed from what they returned."""
     run = tmp_path_factory.mktemp("epochs") / "whole"
     sums = run.with_name("sums.jsonl")
 
@@ -61,7 +61,7 @@ def whole(
     return run, finished, [tuple(json.loads(line)) for line in sums.read_text().splitlines()]
 
 
-def test_a_pass_without_an_evaluation_has_no_figure_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pass_without_an_evaluation_reports_no_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Bar(10, 0, enabled=True)
     bar.show_epoch({"epoch/number": 2.0, "epoch/train_loss": 1.5, "epoch/learning_rate": 1e-3, "epoch/seconds": 12.0})
     bar.close()
@@ -135,7 +135,7 @@ def test_an_interruption_changes_no_report(
     ended = train_with(arguments, prepare)
     assert ended.codes == [-signal.SIGKILL if action is kill else 75], ended.output
     if moment == "stopped where a pass ends":
-        assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the resumed run"
+        assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the run that goes on"
         # It reports both, and dies before it saves.
         assert train_with(arguments, lambda: wrap("acc_lm.training.run.MicroBatches", kill)).codes == [-signal.SIGKILL]
         assert list(reports(run)) == [1, 2]
@@ -161,8 +161,8 @@ def test_reports_do_not_depend_on_the_engine(
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_checkpoint_of_before_begins_with_the_steps_after_it(tiny: list[str], tmp_path: Path) -> None:
-    """It has none of the sums: the first report is of the steps from there on, and says no more."""
+def test_an_older_checkpoint_begins_with_the_steps_after_it(tiny: list[str], tmp_path: Path) -> None:
+    """It has none of the sums: the first report covers only the steps from there on, and claims no more."""
     from acc_lm.checkpointing.format import checksum
 
     arguments = [*tiny, *EPOCHS]

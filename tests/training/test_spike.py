@@ -21,11 +21,11 @@ from acc_lm.run_files.names import MANIFEST, STATE
 LONG = ["training.max_steps=30", "checkpoint.every=6", "checkpoint.keep_last=null", "training.log_every=5", "training.eval_every=null",
         "training.micro_batch_size=6"]  # fmt: skip
 DISTURBED = 20
-"""The step after which the weights are spoilt: the loss of the next one jumps; the checkpoint before is of step 18."""
+"""Step after which the weights are spoilt: the loss of the next one jumps; the checkpoint before is of step 18."""
 
 
 def train_disturbed(arguments: list[str], num_processes: int = 1, times: int = 1, killed_after: int = 0) -> Finished:
-    """Weights are spoilt after a step, as a batch from hell would; each time that the step comes by, or so many times."""
+    """Spoil the weights after a step, as a very bad batch would; each time that step is reached, or a given number of times."""
 
     def run() -> int:
         import acc_lm.training
@@ -52,7 +52,9 @@ def train_disturbed(arguments: list[str], num_processes: int = 1, times: int = 1
 
 
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_rewound_run_is_one_that_left_those_steps_out(num_processes: int, tiny: list[str], tmp_path: Path) -> None:
+def test_a_rewound_run_equals_one_that_left_those_steps_out(
+    num_processes: int, tiny: list[str], tmp_path: Path
+) -> None:
     """Bit for bit what skipping the steps between the checkpoint and the jump gives; so nothing of them is left."""
     run, oracle = tmp_path / "rewound", tmp_path / "skipped"
     finished = train_disturbed([*tiny, *LONG, "training.on_spike=rewind", f"output_dir={run}"], num_processes)
@@ -72,7 +74,7 @@ def test_a_rewound_run_is_one_that_left_those_steps_out(num_processes: int, tiny
     assert dumped["loss"] > dumped["median_before"]
 
 
-def test_killed_after_the_jump_it_comes_to_the_same_end(tiny: list[str], tmp_path: Path) -> None:
+def test_killed_after_the_jump_the_run_comes_to_the_same_end(tiny: list[str], tmp_path: Path) -> None:
     """Once before the next checkpoint, so that everything happens again, and once after it."""
     options = [*tiny, *LONG, "training.on_spike=rewind"]
     whole = tmp_path / "whole"
@@ -87,7 +89,7 @@ def test_killed_after_the_jump_it_comes_to_the_same_end(tiny: list[str], tmp_pat
 
 
 @pytest.mark.parametrize(("action", "code"), [("warn", 0), ("ignore", 0), ("stop", 6)])
-def test_a_jump_is_reported_or_ignored_or_ends_the_run(action: str, code: int, tiny: list[str], tmp_path: Path) -> None:
+def test_a_jump_is_reported_ignored_or_ends_the_run(action: str, code: int, tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = train_disturbed([*tiny, *LONG, f"training.on_spike={action}", f"output_dir={run}"])
     assert finished.code == code, finished.output
@@ -99,7 +101,7 @@ def test_a_jump_is_reported_or_ignored_or_ends_the_run(action: str, code: int, t
         assert "at step 21 (training.on_spike is stop)" in finished.errors[0]
 
 
-def test_a_run_that_jumps_again_and_again_is_given_up(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_with_repeated_jumps_is_given_up(tiny: list[str], tmp_path: Path) -> None:
     finished = train_disturbed([*tiny, *LONG, "training.on_spike=rewind", f"output_dir={tmp_path / 'run'}"], times=99)
     assert finished.code == 6, finished.output
     assert "got a jump after each of 3 rewinds to step" in finished.errors[0]
@@ -113,7 +115,7 @@ def test_without_a_checkpoint_there_is_nothing_to_rewind_to(tiny: list[str], tmp
 
 
 def test_an_ordinary_noisy_loss_is_no_jump() -> None:
-    """A falling loss with the noise of small batches, over 3000 steps; a jump of 3 nats in it is one."""
+    """A falling loss with the noise of small batches, over 3000 steps; a jump of 3 nats in it is a spike."""
     from acc_lm.config import TrainingConfig
     from acc_lm.training.divergence import Watch
 
@@ -152,8 +154,8 @@ def test_a_threshold_is_in_standard_deviations_of_the_losses_before() -> None:
         assert len(watch.news()) == num_reported
 
 
-def test_a_checkpoint_that_knows_no_losses_can_be_gone_on_from_and_rewound_to(tiny: list[str], tmp_path: Path) -> None:
-    """One that was written before there were any in it: what follows a rewind to it is compared with what came since."""
+def test_a_checkpoint_without_losses_can_be_resumed_and_rewound_to(tiny: list[str], tmp_path: Path) -> None:
+    """Written before checkpoints contained losses: after a rewind to it, losses are compared with those since then."""
     options = [*tiny, *LONG, "training.on_spike=rewind", "checkpoint.every=null"]
     assert train_disturbed([*options, "training.max_steps=2"]).codes == [0]
     folder = tmp_path / "run/checkpoints/step-00000002"

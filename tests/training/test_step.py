@@ -23,7 +23,7 @@ MODELS = {
 
 
 def make_config(global_batch_size: int, micro_batch_size: int, **sections: Any) -> Any:
-    """The least that a recipe must say, for tests that bring their own model; `sections` are laid over it."""
+    """The minimal recipe, for tests that bring their own model; `sections` are merged into it."""
     from acc_lm.config import Config
 
     training = {"max_steps": STEPS, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
@@ -93,7 +93,7 @@ def train_split(name: str, dtype: str, num_processes: int, micro_batch_size: int
         assert identify(accelerator, model, optimizer, config).strategy == ("ddp" if num_processes > 1 else "single")
         gradients = Gradients(accelerator, model)
         order = RowOrder(3, NUM_ROWS, GLOBAL_BATCH)
-        # In step 3 a whole process of three, and a micro-batch of every other split, has no target at all.
+        # In step 3 a complete process of three, and a micro-batch of every other split, has no target.
         rows = RaggedRows(empty=set(order.rows_at(3)[:4].tolist()))
         rate = build_schedule(config.schedule, config.optimizer, STEPS)
         batches = MicroBatches(
@@ -153,7 +153,7 @@ def test_the_first_step_is_the_mean_loss_over_the_targets_of_the_batch(name: str
 
 
 def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:
-    """torch adds up one after the other there, in 32 bits: one part in ten thousand off for five million numbers."""
+    """torch adds numbers one after the other there, in 32 bits: one part in ten thousand off for five million numbers."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.rand(size, generator=generator) for size in (100, 5_000_000, 4096, 3, 4096 * 3 + 5)]
     exact = [float(gradient.double().norm()) for gradient in gradients]
@@ -161,8 +161,8 @@ def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:
     assert [float(norm) for norm in torch._foreach_norm(gradients)] != pytest.approx(exact, rel=1e-5)
 
 
-def test_a_mean_of_micro_batch_means_would_be_seen() -> None:
-    """The negative control: what most loops do is far outside of the bound."""
+def test_a_mean_of_micro_batch_means_would_be_detected() -> None:
+    """Negative control: what most loops do is far outside the bound."""
     model = make_model("gpt2", "float32")
     rows = RaggedRows(empty=set())
     parts = [rows.__getitems__(list(range(i, i + 3))) for i in range(0, 12, 3)]
@@ -188,7 +188,7 @@ def test_gradients_are_equal_on_all_processes_after_backward() -> None:
 
 
 def test_one_gradient_all_reduce_per_optimizer_step() -> None:
-    """Under accumulation of 3, every bucket of gradients travels once a step and not three times."""
+    """Under accumulation of 3, every bucket of gradients is sent once a step and not three times."""
 
     def run() -> tuple[int, int]:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -345,8 +345,8 @@ def test_the_random_state_of_a_step_is_the_one_of_torch_manual_seed() -> None:
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_a_step_looks_for_no_module_and_formats_no_stack() -> None:
-    """Accelerate would search the disk for an optimizer, and torch.manual_seed note down who called it; per step, 0.3 ms."""
+def test_a_step_searches_for_no_module_and_formats_no_stack() -> None:
+    """Accelerate would search the disk for an optimizer, and torch.manual_seed record its caller; per step, 0.3 ms."""
 
     def run() -> list[str]:
         import sys
@@ -385,7 +385,7 @@ def test_a_step_looks_for_no_module_and_formats_no_stack() -> None:
     assert run_everywhere(run, 1) == [[]]
 
 
-def test_a_kind_of_device_that_knows_no_all_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_manual_seed_all_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.mps has `manual_seed` alone."""
     from types import SimpleNamespace
 
