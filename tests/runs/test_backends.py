@@ -58,7 +58,7 @@ MORE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_processes_follow_it_too(name: str) -> None:
+def test_more_processes_follow_the_curve_too(name: str) -> None:
     for scenario, expected, got in zip(GRID, one_process(*GRID), run_backend(*MORE[name], GRID), strict=True):
         compare(scenario, expected, got, TOLERANCE["no"])
 
@@ -78,7 +78,7 @@ def test_activation_checkpointing_and_accumulation_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", in_part(["ddp x2", "ddp x3", "fsdp2 x2", "hsdp 2x2"], "ddp x3", "hsdp 2x2"))
-def test_in_float64_nothing_is_left_but_rounding(name: str) -> None:
+def test_in_float64_only_rounding_remains(name: str) -> None:
     """Llama's RMSNorm computes in float32 whatever the model is in."""
     for scenario, expected, got in zip(
         FLOAT64, one_process(*FLOAT64), run_backend(*BACKENDS[name], FLOAT64), strict=True
@@ -119,7 +119,7 @@ def test_bf16_stays_within_its_band(name: str) -> None:
     ("clipping left to auto", "deepspeed_zero2 x2", "llama"),
     ("wrong shuffle", "fsdp2 x2", "llama"),
 ])  # fmt: skip
-def test_a_planted_fault_is_seen(fault: str, name: str, model: str) -> None:
+def test_a_planted_fault_is_detected(fault: str, name: str, model: str) -> None:
     scenario = Scenario(model, accumulation=4)
     expected = one_process(scenario)[0]
     got = run_backend(*BACKENDS[name], [Scenario(model, accumulation=4, fault=fault)])[0]
@@ -131,7 +131,7 @@ def test_a_planted_fault_is_seen(fault: str, name: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp x2", *SHARDED])
-def test_processes_that_draw_other_weights_start_from_the_first_ones(name: str) -> None:
+def test_processes_that_draw_other_weights_start_from_those_of_the_first(name: str) -> None:
     scenario = Scenario("gpt2", seed_by_process=True, steps=2)
     got = run_backend(*BACKENDS[name], [scenario])[0]
     assert got.start == one_process(Scenario("gpt2", steps=2))[0].start
@@ -185,14 +185,14 @@ def test_the_collectives_of_a_step() -> None:
     for name, calls in counts.items():
         print(name, calls)
     assert counts["ddp x2"] == {"c10d::allreduce_": 1}
-    units = 4  # two blocks, the tied embedding with norm and head, and what is left: the position embedding
+    units = 4  # two blocks, the tied embedding with norm and head, and the rest: the position embedding
     gathers, scatters = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
     assert counts["fsdp2 x2"][scatters] == counts["fsdp2_grad_op x2"][scatters] == 4 * units
     assert counts["fsdp2 x2"][gathers] > counts["fsdp2_grad_op x2"][gathers]
     assert counts["fsdp2 x2"]["c10d::allreduce_"] == 1, "of the gradient norm"
 
 
-# --- the whole of train.py -----------------------------------------------------------------------------------------
+# --- all of train.py -----------------------------------------------------------------------------------------------
 
 LAUNCHES = {**BACKENDS, "single": ("single", 1)}
 
@@ -252,7 +252,7 @@ def test_every_backend_exports_the_model_that_it_trained(exported: dict[str, Pat
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Whole, flat weights from the pieces of all processes."""
+    """Full, flat weights from the pieces of all processes."""
     from safetensors import safe_open
 
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -351,7 +351,7 @@ def test_more_processes_than_the_batch_has_parts_is_refused(tiny: list[str]) -> 
     shutil.rmtree("unused", ignore_errors=True)
 
 
-# --- the files of other hands --------------------------------------------------------------------------------------
+# --- files written by others ---------------------------------------------------------------------------------------
 
 ANSWERS = ROOT / "tests/support/accelerate_config_answers"
 WRITTEN = {
@@ -370,7 +370,7 @@ def test_what_accelerate_config_writes_runs(name: str, tiny: list[str]) -> None:
     assert "dry run: everything works here" in finished.output
 
 
-def test_accumulation_that_accelerate_config_wrote_is_overruled_with_a_line(tiny: list[str]) -> None:
+def test_accumulation_that_accelerate_config_wrote_is_overridden_with_a_line(tiny: list[str]) -> None:
     environment = launcher_environment(ANSWERS / "deepspeed_zero2.yaml", 2)
     finished = run_training([*tiny, "--dry-run", "training.micro_batch_size=3"], 2, environment)
     assert (
@@ -382,7 +382,7 @@ def test_accumulation_that_accelerate_config_wrote_is_overruled_with_a_line(tiny
     ("fsdp1", "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml"),
     ("multi_cpu", "got one process"),
 ])  # fmt: skip
-def test_what_cannot_run_is_one_line(name: str, text: str, tiny: list[str]) -> None:
+def test_configs_that_cannot_run_are_one_line(name: str, text: str, tiny: list[str]) -> None:
     environment = launcher_environment(ANSWERS / f"{name}.yaml", 2)
     num_processes = 1 if name == "multi_cpu" else 2
     finished = run_training([*tiny, "--dry-run"], num_processes, environment, expect=4)
@@ -466,11 +466,11 @@ def test_a_block_class_that_the_model_does_not_have_is_refused(tiny: list[str]) 
     assert "got GPT2Block; leave it out, the model's own is LlamaDecoderLayer" in finished.errors[0]
 
 
-# --- what runs is what was asked for -------------------------------------------------------------------------------
+# --- the engine that runs is the one requested ---------------------------------------------------------------------
 
 
 def test_a_silent_fall_back_to_ddp_is_an_error(tiny: list[str]) -> None:
-    """Accelerate alone would train with DDP on CPU processes, without a word."""
+    """Accelerate alone would train with DDP on CPU processes, silently."""
 
     def run() -> int:
         import train
@@ -528,10 +528,10 @@ def test_parity_by_real_launches(tiny_recipe: Path, tmp_path: Path, monkeypatch:
     assert all(row["same_ledger"] and row["peak_memory_gb"] > 0 and row["seconds"] > 0 for row in values["rows"])
 
 
-def test_parity_sees_a_launch_that_learned_something_else_or_from_other_rows(
+def test_parity_detects_a_launch_with_another_result_or_other_rows(
     tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However equal its figures are, if it is the rows."""
+    """However equal its figures are, if the rows differ."""
     from acc_lm.cli import main
     from acc_lm.studies import parity
 
@@ -568,7 +568,7 @@ def test_parity_refuses_what_it_cannot_read(
     assert text in capsys.readouterr().err
 
 
-def test_a_value_that_is_missing_or_no_number_is_no_agreement() -> None:
+def test_a_value_that_is_missing_or_not_a_number_is_no_agreement() -> None:
     expected = {1: {"train/loss": 2.0}, 2: {"train/loss": 1.0}}
     assert largest_differences(expected, {1: {"train/loss": 2.0}}) == {"train/loss": float("inf")}
     assert largest_differences(expected, {1: {"train/loss": 2.0}, 2: {"train/loss": float("nan")}}) == {
@@ -583,10 +583,10 @@ def test_a_value_that_is_missing_or_no_number_is_no_agreement() -> None:
     assert not row.is_within(TOLERANCE["no"]), "nothing was compared"
 
 
-def test_a_row_is_launched_from_a_clean_environment_on_a_port_that_is_its_own(
+def test_a_row_is_launched_from_a_clean_environment_on_its_own_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables that another launch left in the shell do not change a row; the port stays taken, but for a store of torch."""
+    """Variables that another launch left in the shell are no part of a row; the port stays taken, except for a store of torch."""
     import socket
 
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""kill -9 at every stage of saving and of making room: what was saved before is whole, and the run ends as if nothing had been."""
+"""kill -9 at every stage of saving and of making room: earlier checkpoints are intact, and the run ends as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_every_stage_of_the_code_is_tried() -> None:
     assert all(f'crash_point("{point}")' in text for point in POINTS)
 
 
-NOT_SLOW = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
-"""Stages that two processes come to in other ways; the rest of them is slow."""
+BESIDE = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
+"""Stages that two processes reach in different ways; the others are slow."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def kill_self() -> None:
 def test_a_kill_in_any_other_phase_loses_nothing_either(
     phase: str, whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    """Three times at the same place, then left alone: no half cache and no half model counts, the best is the best."""
+    """Three times at the same place, then left alone: no partial cache and no partial model counts, the best is the best."""
     run = tmp_path / "run"
     arguments = [*arguments_of(tiny_recipe), f"output_dir={run}", f"data.cache_dir={tmp_path / 'cache'}"]
     for _ in range(3):
@@ -109,10 +109,10 @@ def test_a_kill_in_any_other_phase_loses_nothing_either(
     assert best[0] == best[1]
 
 
-def test_what_one_process_of_two_has_not_written_exists_on_none(
+def test_a_checkpoint_not_written_by_one_process_of_two_exists_on_none(
     whole: dict[int, Path], tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    """Process 1 dies before it writes its part of step 4, when process 0 has written its own."""
+    """Process 1 dies before it writes its part of step 4, after process 0 has written its own."""
     run = tmp_path / "run"
     arguments = [*arguments_of(tiny_recipe), f"output_dir={run}"]
 

@@ -1,4 +1,4 @@
-"""One run on one, two and three processes in turn, each time another backend: the run that one process alone makes."""
+"""One run on one, two and three processes in turn, each time on another backend, equals the run of one process alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arguments_of(recipe: Path, run: Path) -> list[str]:
 
 
 def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
-    """Write down which rows this process trains on, step by step: those that are read, not those that are planned."""
+    """Write down which rows this process trains on, step by step: the rows that are read, not those that are planned."""
     import acc_lm.rows.text_rows
     import acc_lm.training
 
@@ -56,7 +56,7 @@ def note_rows(file: Path, global_batch: int = GLOBAL_BATCH) -> None:
 
 
 def rows_of(files: list[Path], sequence: list[int]) -> None:
-    """Put the rows that the processes of one leg read where the run has them; what was done again counts once."""
+    """Put the rows that the processes of one leg read where the run has them; repeated steps count once."""
     for lines in zip(*(file.read_text().splitlines() for file in files), strict=True):
         parts = [json.loads(line) for line in lines]
         step = parts[0][0]
@@ -91,7 +91,7 @@ def at_step(step: int, action: Callable[[], object]) -> Callable[[], None]:
 
 def make_stop(run: Path) -> None:
     (run / "STOP").touch()
-    time.sleep(0.6)  # it is looked for twice a second
+    time.sleep(0.6)  # it is checked twice a second
 
 
 Leg = tuple[str, int, list[str], Callable[[], object], int, int]
@@ -145,7 +145,7 @@ def go_elastic(recipe: Path, folder: Path) -> tuple[str, float, int]:
         environment = json.loads((run / "environment.json").read_text())
         assert (environment["strategy"], environment["num_processes"]) == leg[:2]
         rows_of([notes.with_name(f"{notes.name}-{rank}") for rank in range(leg[1])], sequence)
-    # What was read, cut into epochs: every row once in each, none twice in the part of one.
+    # The rows read, cut into epochs: every row once in each, none twice in the part of one.
     assert len(sequence) == STEPS * GLOBAL_BATCH
     for start in range(0, len(sequence), num_rows):
         epoch = sequence[start : start + num_rows]
@@ -173,9 +173,9 @@ def test_a_run_that_changes_hardware_is_the_run_of_one_process(tiny_recipe: Path
 
 
 def test_a_changed_global_batch_continues_at_the_same_row(tiny_recipe: Path, tmp_path: Path) -> None:
-    """12 rows a step, then 18, then 12 again on two processes: every row once per epoch, the rates those of the place.
+    """12 rows a step, then 18, then 12 again on two processes: every row once per epoch, the rates those of the position.
 
-    Killed among the steps of 18, it ends bit for bit like the run that was not.
+    Killed during the steps of 18, it ends bit for bit like the uninterrupted run.
     """
     run, whole = tmp_path / "run", tmp_path / "whole"
     sequence: list[int] = []

@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run. Everywhere else these are skipped; with one: pytest -m gpu tests/runs/test_gpu.py"""
+"""GPU-only tests. Everywhere else these are skipped; with a GPU: pytest -m gpu tests/runs/test_gpu.py"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
 def hopper() -> bool:
-    """Asked in a process of its own: this one must not know the device, or it could not fork."""
+    """Asked in a separate process: this one must not initialise the device, or it could not fork."""
     return bool(run_everywhere(lambda: torch.cuda.get_device_capability()[0] == 9)[0])
 
 
@@ -52,7 +52,7 @@ def test_one_gpu_gives_the_curve_of_the_cpu(scenario: Scenario, bound: float) ->
 
 
 def test_a_run_of_a_gpu_is_resumed_bit_for_bit(tiny: list[str], tmp_path: Path) -> None:
-    """Its kernels must be deterministic for that, which the recipe can ask for."""
+    """Its kernels must be deterministic for that, which the recipe can request."""
     exact = [*tiny, "training.deterministic=true", "checkpoint.every=3"]
     run_training([*exact, f"output_dir={tmp_path / 'whole'}"])
     run_training([*exact, "training.max_steps=3", "schedule.name=constant", "schedule.warmup_steps=0"])
@@ -73,7 +73,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_between_two_logs_nothing_waits_for_the_gpu(tiny: list[str], precision: str) -> None:
-    """The loop of train.py from its third step to its sixth, with pinned batches: reading the device raises."""
+    """The loop of train.py from its third step to its sixth, with pinned batches: any read of the device raises."""
 
     def run() -> list[int]:
         import acc_lm.training
@@ -108,8 +108,8 @@ def test_the_trap_for_waiting_works() -> None:
     assert run_everywhere(run)[0]
 
 
-def test_what_the_stream_that_computes_waits_for_is_measured() -> None:
-    """As engines do it: something is sent on a stream of its own, and events stand around the wait for it."""
+def test_waits_of_the_stream_that_computes_are_measured() -> None:
+    """As engines do it: something is sent on a separate stream, with events around the wait for it."""
 
     def run() -> tuple[float, float]:
         stood: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -189,7 +189,7 @@ def test_cudnns_attention_is_as_close_to_exact_as_the_other(heads: int, kv: int,
         assert mine <= max(1.5 * its, 4e-3)
 
 
-def test_what_cudnn_cannot_do_is_done_by_another() -> None:
+def test_another_kernel_computes_what_cudnn_cannot() -> None:
     off, names = attend(lambda: prefer(True), 4, 2, 64, torch.float32)
     assert max(off) <= 1e-4
     assert not any("cudnn" in name for name in names)

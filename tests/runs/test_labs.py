@@ -1,4 +1,4 @@
-"""Every command of the labs, as a learner types it: for a few steps in the fast test, as it stands in `make test-all`."""
+"""Every command of the labs, as a learner types it: for a few steps in the fast test, unchanged in `make test-all`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Command:
 
 
 def commands(page: Path) -> list[Command]:
-    """The lines of the shell blocks and the whole Python blocks of a page, in order."""
+    """Lines of the shell blocks and the complete Python blocks of a page, in order."""
     found = []
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
         title = section.partition("\n")[0]
@@ -54,7 +54,7 @@ def commands(page: Path) -> list[Command]:
 
 
 def stand_ins(text: str, hub: Path) -> list[str]:
-    """Overrides that put small local models and data sets in the place of those that a command would download."""
+    """Overrides that replace what a command would download with small local models and data sets."""
     recipe = re.search(r"--config (recipes/\S+)", text)
     if recipe is None or "dataset:" not in (ROOT / recipe[1]).read_text():
         return []
@@ -72,7 +72,7 @@ def config_of(recipe: str) -> Config:
 
 
 def run_here(command: Command, overrides: list[str], folder: Path) -> str:
-    """The command in forked processes, with at most two of them; returns what it printed."""
+    """Run the command in forked processes, with at most two of them; returns what it printed."""
     environment, num_processes = {}, 1
     words = [] if command.is_python else shlex.split(command.text)
     if command.is_python:
@@ -85,14 +85,14 @@ def run_here(command: Command, overrides: list[str], folder: Path) -> str:
             options = dict(zip(launcher[2::2], launcher[3::2], strict=True))
             num_processes = min(int(options.get("--num_processes", 2)), 2)
             environment = launcher_environment(ROOT / options["--config_file"], num_processes)
-            if num_processes == 1:  # which torchrun starts like several
+            if num_processes == 1:  # which torchrun starts like several ones
                 ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 environment |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         run = main_of([*arguments, *overrides])
     elif words[0] == "acc-lm":
         from acc_lm import cli
 
-        if words[1] == "parity":  # real launches, each of which takes a while
+        if words[1] == "parity":  # real launches, each of which takes some time
             words[words.index("--cases") + 1] = "single:1"
             words += overrides
         run = lambda: cli.main(words[1:])  # noqa: E731
@@ -124,7 +124,7 @@ def main_of(arguments: list[str]) -> Callable[[], int]:
 
 
 def shorten(folder: Path, lines: int = 60) -> None:
-    """The first page of a book is enough for a few steps."""
+    """Keep the first lines of each file: enough for a few steps."""
     for file in folder.glob("*.jsonl"):
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
 
@@ -162,7 +162,7 @@ def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> N
     assert (tmp_path / "runs/smollm2-alpaca-lora/final/adapter_model.safetensors").is_file()
 
 
-def test_the_lab_says_what_its_recipes_say() -> None:
+def test_the_lab_agrees_with_its_recipes() -> None:
     page = LAB.read_text()
     header = (ROOT / "recipes/chat_smollm2-360m_alpaca.yaml").read_text()
     figures = re.findall(r"([\d.]+ GB) with deepspeed_zero", header)
@@ -172,8 +172,8 @@ def test_the_lab_says_what_its_recipes_say() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
-    """Typed word for word, but for the installation, and for what the last section would download."""
+def test_the_complete_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
+    """Typed word for word, except the installation and what the last section would download."""
     build_extensions_once(needs_nvme=False)
     clone = tmp_path / "clone"
     files = subprocess.run(
@@ -185,7 +185,7 @@ def test_the_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
     binaries = Path(sys.executable).parent
     environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
     environment |= {"PATH": f"{binaries}:{environment['PATH']}", "PYTHONPATH": str(clone / "src")}
-    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}  # tests run at the same time
+    environment |= {"ACC_LM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}  # tests run in parallel
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/torch_extensions").symlink_to(Path(os.environ["ACC_LM_CACHE"]) / "torch_extensions")
     printed, seconds, processor_seconds = {}, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Training from Python: what a cell of a notebook calls, each time in a fresh interpreter."""
+"""Training from Python: calls from the cell of a notebook, each time in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run_python(script: str, arguments: list[str], folder: Path) -> subprocess.Co
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Learned values, without those that depend on the clock and the machine."""
+    """Learned values, without what depends on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 

@@ -56,7 +56,7 @@ def test_two_launches_at_once_find_their_own_processes(tiny: list[str], tmp_path
 def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(
     mode: list[str], tiny: list[str], tmp_path: Path
 ) -> None:
-    """While the first lives; once it is gone, however it went, the folder is free."""
+    """While the first lives; once it is gone, for whatever reason, the folder is free."""
     run = tmp_path / "run"
     first = start_training([*tiny, "training.max_steps=4000", "training.eval_every=null", "data.num_workers=1"])
     end = time.monotonic() + 60

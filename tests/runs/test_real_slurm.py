@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} (apt-get install slurm-wlm munge)"),
 ]
 
-# A run without the run: it writes down what it was given, and a summary as the file `plan` says.
+# A stand-in for a run: it writes down what it was given, and a summary as the file `plan` says.
 TRAIN = "import sys\nprint('output_dir: run' if '--print-config' in sys.argv else '')\n"
 ACCELERATE = f"""#!{sys.executable}
 import json, os, sys
@@ -87,7 +87,7 @@ def wait_until(condition: Callable[[], bool], log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # munged wants a path that all may enter, pytest's is closed
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # munged requires a path that all may enter, pytest's is closed
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -102,7 +102,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder that the script takes for the root of the repository, whose run is over at once."""
+    """A folder that the script takes for the root of the repository, whose run ends at once."""
     for name in ("slurm", "recipes", "accelerate_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "train.py").write_text(TRAIN)
@@ -152,7 +152,7 @@ def test_each_node_gets_one_task_with_all_of_its_devices(
         (["data_error", "no text"], "0", "not requeued: the status of run is data_error"),
     ],
 )
-def test_a_job_that_would_get_nowhere_ends(
+def test_a_job_that_cannot_make_progress_ends(
     plan: list[str], restarts: str, says: str, cluster: Cluster, stand_in: Path
 ) -> None:
     (stand_in / "plan").write_text(json.dumps(plan))
@@ -181,7 +181,7 @@ def test_in_the_shell_of_salloc_it_is_one_line(cluster: Cluster, stand_in: Path)
     assert line.startswith("error: slurm/train.sbatch must be started by sbatch, got a shell")
 
 
-def test_a_job_is_stopped_put_back_and_ends_as_if_nothing_had_been(
+def test_a_job_is_stopped_requeued_and_ends_like_an_uninterrupted_one(
     cluster: Cluster, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     longer = ["training.max_steps=300", "training.eval_every=100", "training.log_every=50", "checkpoint.every=50"]

@@ -49,7 +49,7 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 def tensors_of(run: Path, step: int) -> dict[str, tuple[dict[str, str], dict[str, bytes]]]:
-    """By file: what it says of its pieces, and each of them (weights and optimizer state).
+    """By file: its description of its pieces, and each of them (weights and optimizer state).
 
     The files themselves may differ: safetensors writes its metadata in any order.
     """
@@ -67,7 +67,7 @@ def tensors_of(run: Path, step: int) -> dict[str, tuple[dict[str, str], dict[str
 def different(
     one: dict[str, tuple[dict[str, str], dict[str, bytes]]], other: dict[str, tuple[dict[str, str], dict[str, bytes]]]
 ) -> list[str]:
-    """Names, which say more than bytes in a report."""
+    """Names of what differs, more readable in a report than bytes."""
     assert one.keys() == other.keys()
     assert all(one[file][0] == other[file][0] and one[file][1].keys() == other[file][1].keys() for file in one)
     return [key for file in one for key, tensor in one[file][1].items() if tensor != other[file][1][key]]
@@ -93,7 +93,7 @@ def resume_from(
     num_processes: int,
     environment: dict[str, str] | None = None,
 ) -> Finished:
-    """Resume as if the complete run had been killed right after its checkpoint of `step`, in another folder."""
+    """Resume as if the complete run had been killed right after its checkpoint of `step`, in another place."""
     name = f"step-{step:08d}"
     shutil.copytree(whole / "checkpoints" / name, target / "checkpoints" / name)
     shutil.copy(whole / "metrics.jsonl", target / "metrics.jsonl")
@@ -140,7 +140,7 @@ def test_resumed_equals_uninterrupted_on_every_engine(
         assert_equal_runs(tmp_path / "whole", tmp_path / f"from-{step}")
 
 
-def test_twice_in_a_row_and_with_workers(dropout_recipe: list[str], tmp_path: Path) -> None:
+def test_resumed_twice_in_a_row_and_with_workers(dropout_recipe: list[str], tmp_path: Path) -> None:
     whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
     run_training([*dropout_recipe, f"output_dir={whole}"])
     resume_from(whole, 3, first, [*dropout_recipe, "data.num_workers=2"], 1)
@@ -182,7 +182,7 @@ def test_after_the_last_step_there_is_nothing_left_to_do(dropout_recipe: list[st
     assert (summary["status"], summary["attempt"]) == ("completed", 2)
 
 
-def test_a_longer_run_resumes_and_reports_it(tiny: list[str], tmp_path: Path) -> None:
+def test_a_longer_run_resumes_and_says_so(tiny: list[str], tmp_path: Path) -> None:
     run_training(tiny)
     longer = run_training([*tiny, "training.max_steps=8"])
     assert "resumed from" in longer.output
@@ -244,7 +244,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(
     assert 5 <= stopped < STEPS + 20
     assert Path(summary["last_checkpoint"]).name == f"step-{stopped:08d}"
     assert f"stopped by {number.name} after step {stopped}" in finished.output
-    # The same command resumes, to the same end as an uninterrupted run.
+    # The same command resumes, and ends like an uninterrupted run.
     run_training([*longer, f"output_dir={run}"], num_processes)
     assert_equal_runs(whole_runs(num_processes), run, STEPS + 20)
 
@@ -305,7 +305,7 @@ def test_a_second_ctrl_c_leaves_at_once(tiny: list[str], tmp_path: Path) -> None
 
 @dataclass
 class Kills:
-    """Outcome of killing runs at random."""
+    """Results of killing runs at random."""
 
     kills: int = 0
     in_save: int = 0
@@ -314,7 +314,7 @@ class Kills:
 
 
 def kill_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Kills:
-    """kill -9 one process at random moments, again and again, until each run has ended like one that was never touched."""
+    """kill -9 one process at random moments, again and again, until each run has ended like an uninterrupted one."""
     choose, result = random.Random(seed), Kills()
     # More to write than to compute, so that kills meet saves; everything as before otherwise.
     arguments = [
@@ -396,7 +396,7 @@ def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: i
             before = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
             while launcher.poll() is None and result.kills < kills:
                 log = run / "metrics.jsonl"
-                if log.exists() and log.read_text() not in ("", before):  # it trains
+                if log.exists() and log.read_text() not in ("", before):  # it is training
                     time.sleep(choose.uniform(0, 0.3))
                     while (
                         result.kills % 2 == 0

@@ -1,4 +1,4 @@
-"""Two machines train what one trains: two launchers, each in a network of its own, joined by a cable."""
+"""Two machines train what one trains: two launchers, each in its own network, joined by a cable."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Nodes:
             )
 
     def bytes_received(self, rank: int) -> int | None:
-        """Bytes received over the network so far; None without one."""
+        """Bytes received through the cable so far; None where there is no cable."""
         if not self.names:
             return None
         shown = run_ip("-json", "-statistics", "-netns", self.names[rank], "link", "show", "eth0")
@@ -68,7 +68,7 @@ def free_port() -> str:
 
 @contextlib.contextmanager
 def two_networks() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with an end of one cable each; gone afterwards, and so is every process in them."""
+    """Two network namespaces with an end of one cable each; removed afterwards, with every process in them."""
     mark = f"acc-lm-{os.getpid()}-{secrets.token_hex(3)}"
     names = (f"{mark}-0", f"{mark}-1")
     try:
@@ -103,7 +103,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def train_on(nodes: Nodes, commands: list[list[str]], folder: Path, timeout: float = 180) -> list[str]:
-    """Run one launcher per machine to its end; what each printed."""
+    """Run one launcher per machine to its end; returns what each printed."""
     files = [folder / f"output-{rank}" for rank in range(len(commands))]
     launchers = [nodes.start(command, rank, files[rank]) for rank, command in enumerate(commands)]
     end = time.monotonic() + timeout
@@ -141,7 +141,7 @@ def by_torchrun(nodes: Nodes, num_processes: int, arguments: list[str]) -> list[
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Learned values, without those that depend on the clock and the machine."""
+    """Learned values, without what depends on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 
@@ -204,7 +204,7 @@ def test_torchrun_on_two_machines_learns_what_one_machine_learns(
 
 @pytest.mark.slow
 def test_a_machine_that_dies_ends_the_other_within_seconds(nodes: Nodes, tiny: list[str], tmp_path: Path) -> None:
-    """Launcher and process of machine 1 are killed in the middle; the last checkpoint is intact, and one machine resumes."""
+    """Launcher and process of machine 1 are killed in the middle; the last checkpoint is intact, and one machine resumes from it."""
     endless = [*tiny, "training.max_steps=4000", "training.eval_every=null"]
     files = [tmp_path / f"output-{rank}" for rank in range(2)]
     commands = by_accelerate(nodes, "multi_node_ddp.yaml", 2, endless)
@@ -248,7 +248,7 @@ def check_wire(nodes: Nodes) -> None:
         assert received > 6 * 12_912 * 4
 
 
-def test_no_network_is_left_over() -> None:
+def test_no_network_is_left() -> None:
     """Also after a failure in the middle."""
     names: tuple[str, ...] = ()
     try:

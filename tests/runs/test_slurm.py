@@ -79,7 +79,7 @@ globals()[program]()
 
 
 class Job:
-    """A job's environment, and what the stand-ins were asked."""
+    """A job's environment, and the calls that the stand-ins received."""
 
     def __init__(self, folder: Path, num_nodes: int, processes_per_node: int) -> None:
         binaries, self.state = folder / "bin", folder / "state"
@@ -122,7 +122,7 @@ class Job:
         return process.returncode, output
 
     def end_tasks(self) -> None:
-        """Leave nothing running after a test that failed."""
+        """Leave no process of a failed test running."""
         subprocess.run([self.state.parent / "bin/scancel", "--signal=TERM", self.environment["SLURM_JOB_ID"]],
                        env=self.environment, timeout=20, check=False)  # fmt: skip
 
@@ -139,7 +139,7 @@ class Job:
         return done.stdout.strip()
 
     def calls(self, program: str) -> list[list[str]]:
-        """Arguments that the stand-in for `program` was called with."""
+        """Arguments of the calls to the stand-in for `program`."""
         file = self.state / "calls"
         calls = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [arguments for name, *arguments in calls if name == program]
@@ -149,7 +149,7 @@ class Job:
 
 
 def free_port() -> int:
-    """One of those that the script gives to jobs."""
+    """A free port among those that the script gives to jobs."""
     while True:
         port = random.randrange(10_000, 30_000)
         with socket.socket() as probe:
@@ -166,13 +166,13 @@ def summary_of(output_dir: Path) -> dict[str, Any]:
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """Learned values, without those that depend on the clock and the machine."""
+    """Learned values, without what depends on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
 
 
 @pytest.mark.slow
-def test_a_job_whose_time_is_over_saves_and_its_next_turn_ends_as_if_nothing_had_been(
+def test_a_job_out_of_time_saves_and_when_requeued_ends_like_an_uninterrupted_one(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
     longer = ["training.max_steps=300", "training.eval_every=100", "training.log_every=50", "checkpoint.every=50"]
@@ -231,7 +231,7 @@ def test_a_recipe_error_is_not_requeued(tiny_recipe: Path, tmp_path: Path) -> No
     assert job.requeues() == 0
 
 
-def test_an_error_that_only_the_run_finds_is_not_requeued_either(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_an_error_that_only_the_run_detects_is_not_requeued_either(tiny_recipe: Path, tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
     run = tmp_path / "run"
     code, output = job.run(tiny_recipe, f"output_dir={run}", "data.files=[/nowhere/*.txt]")
@@ -262,7 +262,7 @@ def write_summary(job: Job, folder: Path, **values: object) -> None:
     (folder / "summary.json").write_text(json.dumps(ours | values))
 
 
-def test_the_status_decides_who_gets_another_turn(tmp_path: Path) -> None:
+def test_the_status_decides_which_job_is_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
     before = job.requeue("--before", str(tmp_path))
     for status, goes_on in STATUSES.items():
@@ -285,7 +285,7 @@ def test_an_old_summary_decides_nothing(tmp_path: Path) -> None:
 
 
 def test_the_summary_of_another_job_decides_nothing(tmp_path: Path) -> None:
-    """Its run was refused the folder, in which the other one went on meanwhile."""
+    """Its run was refused the folder, in which the other one continued meanwhile."""
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
     before = job.requeue("--before", str(tmp_path))
     write_summary(job, tmp_path, status="preempted", slurm_job_id="1")
@@ -293,7 +293,7 @@ def test_the_summary_of_another_job_decides_nothing(tmp_path: Path) -> None:
     assert job.requeues() == 0
 
 
-def test_a_person_who_makes_the_file_stop_gets_an_end(tmp_path: Path) -> None:
+def test_a_file_stop_made_by_the_user_ends_the_job(tmp_path: Path) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)
     before = job.requeue("--before", str(tmp_path))
     write_summary(job, tmp_path, status="preempted", reason="the file STOP")
@@ -311,7 +311,7 @@ def test_a_person_who_makes_the_file_stop_gets_an_end(tmp_path: Path) -> None:
         ("preempted", [], False),  # by another job: that is no reason to give up
     ],
 )
-def test_a_later_turn_that_saved_nothing_is_the_last(
+def test_a_requeued_job_that_saved_nothing_is_the_last(
     status: str | None, options: list[str], ends: bool, tmp_path: Path
 ) -> None:
     job = Job(tmp_path, num_nodes=1, processes_per_node=1)

@@ -1,4 +1,4 @@
-"""Requests to stop at any time and place: nothing is lost, nothing is left over, and the same command resumes."""
+"""Requests to stop, of every kind and at every point: nothing is lost, no process is left, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BEFORE_THE_LOOP = {
 
 
 @pytest.mark.parametrize("phase", BEFORE_THE_LOOP)
-def test_before_the_loop_a_signal_ends_the_run_where_it_is(phase: str, tiny: list[str], tmp_path: Path) -> None:
+def test_before_the_loop_a_signal_ends_the_run_at_once(phase: str, tiny: list[str], tmp_path: Path) -> None:
     fresh = [*tiny, f"data.cache_dir={tmp_path / 'cache'}"]
     finished = train_with(fresh, lambda: wrap(BEFORE_THE_LOOP[phase], tell))
     assert finished.codes == [75], finished.output
@@ -72,8 +72,8 @@ def test_before_the_loop_a_signal_ends_the_run_where_it_is(phase: str, tiny: lis
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 6
 
 
-def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str], tmp_path: Path) -> None:
-    """A launcher that has seen another process end sends one just then."""
+def test_a_signal_while_an_error_is_written_down_truncates_nothing(tiny: list[str], tmp_path: Path) -> None:
+    """A launcher that has seen another process end sends one at that moment."""
 
     def prepare() -> None:
         from acc_lm.cli import train
@@ -99,7 +99,7 @@ def test_a_signal_while_an_error_is_written_down_cuts_nothing_off(tiny: list[str
 
 
 def test_a_recipe_is_refused_in_a_thread_too(tmp_path: Path) -> None:
-    """Handlers are left alone where none may be set."""
+    """No handler may be set there, and none was changed."""
     import threading
 
     import train
@@ -151,12 +151,12 @@ def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
     def prepare() -> None:
         only_main = place.endswith(("append", "_commit", "rotate"))
         if os.environ.get("RANK", "0") == ("0" if only_main else str(num_processes - 1)):
-            wrap(place, lambda: (tell(), tell()), call)  # two signals, which changes nothing
+            wrap(place, lambda: (tell(), tell()), call)  # sent twice, which changes nothing
 
     finished = train_with(tiny, prepare, num_processes)
     assert finished.codes == [75] * num_processes, finished.outputs
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    # What comes while a step is being saved is seen after the next one.
+    # A signal that arrives while a step is being saved is seen after the next one.
     assert summary["step"] in (step, step + 1)
     assert summary["reason"] == "SIGTERM"
     assert Path(summary["last_checkpoint"]).name == f"step-{summary['step']:08d}"
@@ -166,8 +166,8 @@ def test_in_the_loop_a_signal_to_one_process_ends_all_after_the_step(
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
-def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: list[str], tmp_path: Path) -> None:
-    """The last step's evaluation too: the resumed run exports the model."""
+def test_an_evaluation_is_interrupted_and_made_up_for(step: int, tiny: list[str], tmp_path: Path) -> None:
+    """The last step's evaluation too: the model is exported by the resumed run."""
     many = [*tiny, "training.micro_batch_size=1", "data.eval_fraction=0.5"]
 
     def prepare() -> None:
@@ -191,7 +191,7 @@ def test_an_evaluation_is_left_in_the_middle_and_made_up_for(step: int, tiny: li
     assert_equal_runs(tmp_path / "whole", tmp_path / "run", 6)
 
 
-def test_a_signal_during_the_export_leaves_no_half_model(tiny: list[str], tmp_path: Path) -> None:
+def test_a_signal_during_the_export_leaves_no_partial_model(tiny: list[str], tmp_path: Path) -> None:
     finished = train_with(tiny, lambda: wrap("acc_lm.export.export.whole_weights", tell))
     assert finished.codes == [75], finished.output
     assert not (tmp_path / "run/final").exists()
@@ -212,7 +212,7 @@ LONG = ["training.max_steps=100000", "training.eval_every=null", "checkpoint.eve
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_file_save_asks_for_a_checkpoint_and_stop_for_the_end(
+def test_the_file_save_requests_a_checkpoint_and_stop_requests_the_end(
     num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -233,7 +233,7 @@ def test_the_file_save_asks_for_a_checkpoint_and_stop_for_the_end(
     assert int(Path(os.readlink(run / "checkpoints/latest")).name.removeprefix("step-")) == summary["step"]
 
 
-def test_files_from_before_the_run_ask_for_nothing(tiny: list[str], tmp_path: Path) -> None:
+def test_files_from_before_the_run_request_nothing(tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for name in ("STOP", "SAVE"):
@@ -261,7 +261,7 @@ def test_a_time_limit_saves_and_stops(tiny: list[str], tmp_path: Path) -> None:
 def test_when_the_launcher_ends_no_process_is_left_and_the_step_is_saved(
     number: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """By SIGUSR1 and SIGKILL it dies without telling its processes, which Linux then does."""
+    """On SIGUSR1 and SIGKILL it dies without signalling its processes, which Linux then does."""
     run = tmp_path / "run"
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
@@ -343,7 +343,7 @@ STOPS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "whom"), STOPS)
-def test_a_launch_is_gone_seconds_after_it_was_asked_to_stop(
+def test_a_launch_is_gone_seconds_after_a_request_to_stop(
     how: str, whom: str, tiny_recipe: Path, tmp_path: Path
 ) -> None:
     """A step and a save of this recipe take milliseconds."""
@@ -352,9 +352,9 @@ def test_a_launch_is_gone_seconds_after_it_was_asked_to_stop(
     assert seconds < 10, "5 s are promised, and kept where nothing else runs; the launcher takes most of them"
 
 
-def test_a_process_that_is_stuck_in_a_library_leaves_when_its_launcher_is_gone(tmp_path: Path) -> None:
-    """Python's own handlers wait until the library returns, which may be forever; here it is a store that no process fills."""
-    reported = tmp_path / "pid"
+def test_a_process_stuck_in_a_library_leaves_when_its_launcher_is_gone(tmp_path: Path) -> None:
+    """Python's own handlers wait until the library returns, which may be never; here it is a store that no process fills."""
+    told = tmp_path / "pid"
 
     def stuck() -> int:
         from datetime import timedelta
@@ -385,7 +385,7 @@ def test_a_process_that_is_stuck_in_a_library_leaves_when_its_launcher_is_gone(t
 
 
 def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
-    """Imports before the first look at a clock count too."""
+    """Imports before the clock is first read count too."""
 
     def run() -> int:
         time.sleep(1.5)

@@ -1,6 +1,6 @@
-"""Techniques that make a run fast change nothing that it learns: each is compared with the same run without it.
+"""Techniques for speed change nothing that a run learns: each is compared with the same run without it.
 
-Those that only a GPU has are asked here what they would decide there; what they compute is in `test_gpu.py`.
+For techniques that only a GPU has, their decisions are tested here; their results in `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ONE_OF_ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SI
 
 
 def curves(config: str, num_processes: int, scenario: Scenario, environment: dict[str, str] | None = None) -> Curve:
-    """One training on one backend, with more in its environment."""
+    """One training on one backend, with additions to its environment."""
     found = (
         {} if config == "single" else launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", num_processes)
     )
@@ -64,7 +64,7 @@ def furthest(one: Curve, other: Curve) -> float:
 @pytest.mark.parametrize("technique", ["attention", "loss", "update", "transfer"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_without_one_technique_it_learns_the_same(name: str, technique: str) -> None:
-    """Taken away as the ladder of `python -m benchmarks.gpu ceilings` takes it away."""
+    """Removed as the ladder of `python -m benchmarks.gpu ceilings` removes it."""
     from benchmarks import contenders
 
     scenario = Scenario(name, steps=3)
@@ -168,7 +168,7 @@ def test_cudnn_comes_first_on_hopper_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("capability", "cudnn", "first"), [((9, 0), True, True), ((8, 0), True, False), ((9, 0), False, False)]
 )
-def test_a_run_sets_the_order_of_kernels_for_its_whole_process(
+def test_a_run_sets_the_order_of_kernels_for_its_process(
     capability: tuple[int, int], cudnn: bool, first: bool
 ) -> None:
     def run() -> tuple[list[str], bool, bool]:
@@ -180,7 +180,7 @@ def test_a_run_sets_the_order_of_kernels_for_its_whole_process(
         before = [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
         torch.cuda.get_device_capability = lambda device=None: capability  # type: ignore[assignment, misc]
         _set_numerics(TrainingConfig(max_steps=1, cudnn_attention=cudnn), GPU)
-        gc.collect()  # a setting without an owner would be undone here
+        gc.collect()  # without a reference it would be undone here
         names = [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
         return names, names == before, torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -231,7 +231,7 @@ REGIONS = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
     ],
 )
 def test_compiled_it_learns_the_same(config: str, regions: dict[str, str], usual: dict[str, Curve]) -> None:
-    """Through the launch, as `dynamo_config` asks for it; the same names too, or the weights' digest would differ at the start."""
+    """Requested through the launch, by `dynamo_config`; the same names too, or the weights' digest would differ at the start."""
     num_processes = 1 if config == "single" else 2
     compiled = curves(config, num_processes, SMALL, {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"} | regions)
     off = furthest(compiled, usual["no"])
@@ -304,7 +304,8 @@ def test_no_collection_during_the_steps_looks_at_what_was_there_before(tiny: lis
 FP8 = replace(SMALL, mixed_precision="fp8")
 
 
-def test_missing_requirements_of_fp8_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_requirement_of_fp8_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm.runtime.settings import fp8
     from acc_lm.runtime.launch.refusals import checked_precision
     from acc_lm.runtime.settings import fp8
 
@@ -332,7 +333,7 @@ def test_missing_requirements_of_fp8_are_one_line(monkeypatch: pytest.MonkeyPatc
     [("adapter.kind=lora", "adapter.kind must be none with training.mixed_precision fp8"),
      ("model.dtype=bfloat16", "model.dtype must be float32 with training.mixed_precision fp8")],
 )  # fmt: skip
-def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: list[str]) -> None:
+def test_settings_that_do_not_go_with_fp8_are_refused(override: str, says: str, tiny: list[str]) -> None:
     from acc_lm.config.loading import load_config
     from acc_lm.runtime.settings.fp8 import check_recipe
 
@@ -340,7 +341,7 @@ def test_what_does_not_go_with_fp8_is_refused(override: str, says: str, tiny: li
         check_recipe(load_config(Path(tiny[1]), ["model.config=null", "model.name_or_path=somewhere", override]))
 
 
-def test_positions_that_8_bits_cannot_multiply_are_refused_before_anything_is_read(tiny: list[str]) -> None:
+def test_positions_that_8_bits_cannot_multiply_are_refused_before_any_reading(tiny: list[str]) -> None:
     """The gradient of a weight is a product over all positions of a micro-batch; a search may end at a single row."""
     from acc_lm.config.loading import load_config
     from acc_lm.runtime import check_run
@@ -358,7 +359,7 @@ def test_positions_that_8_bits_cannot_multiply_are_refused_before_anything_is_re
 
 
 def test_a_model_without_a_layer_for_fp8_is_refused() -> None:
-    """GPT-2 has products of its own, which no library replaces; small layers are left out too."""
+    """GPT-2 has its own kind of linear layer, which no library replaces; small layers are left out too."""
     from test_fast_path import RECIPES, make, small
 
     from acc_lm.runtime.settings.fp8 import check_layers
@@ -376,8 +377,8 @@ def test_a_model_without_a_layer_for_fp8_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("config", "num_processes"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_fp8_trains_as_bf16_does(config: str, num_processes: int, usual: dict[str, Curve], tmp_path: Path) -> None:
-    """With torchao's own emulation, so that the whole path runs without a GPU: prepared, trained, saved, compared."""
+def test_fp8_trains_close_to_bf16(config: str, num_processes: int, usual: dict[str, Curve], tmp_path: Path) -> None:
+    """With torchao's own emulation, so that the complete path runs without a GPU: prepared, trained, saved, compared."""
     pytest.importorskip("torchao")
 
     def run() -> tuple[Curve, set[str]]:

@@ -1,4 +1,4 @@
-"""Whole runs of `train.py`, as a user sees them."""
+"""Complete runs of `train.py`, as a user sees them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_that_is_promised(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_leaves_everything_that_the_docs_promise(tiny: list[str], tmp_path: Path) -> None:
     finished = run_training(tiny)
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
@@ -164,7 +164,7 @@ def test_a_run_ends_with_a_sample_of_the_prompt(tiny: list[str]) -> None:
     assert "sample:\nblue" in finished.output
 
 
-def test_the_model_learns_and_the_score_says_so(tiny: list[str], tmp_path: Path) -> None:
+def test_the_model_learns_and_the_score_shows_it(tiny: list[str], tmp_path: Path) -> None:
     run_training(
         [
             *tiny,
@@ -184,7 +184,7 @@ def test_dropout_is_announced(tiny: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("load", "threads", "is_said"), [(9.0, 2, True), (9.0, 1, False), (0.5, 2, False)])
-def test_threads_on_a_busy_machine_are_slow_and_the_run_reports_it(
+def test_slow_threads_on_a_shared_machine_are_reported(
     load: float, threads: int, is_said: bool, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
@@ -202,8 +202,8 @@ def test_two_identical_runs_are_equal_bit_for_bit(tiny: list[str], tmp_path: Pat
     assert different(*(tensors_of(tmp_path / name, 6) for name in ("a", "b"))) == []
 
 
-def test_a_hundred_losses_are_those_that_were_written_down(tiny: list[str], tmp_path: Path) -> None:
-    """In float64, so that neither the processor nor the version of torch decides. `PYTHONPATH=. python tests/runs/test_train.py` writes them anew."""
+def test_a_hundred_losses_equal_the_recorded_ones(tiny: list[str], tmp_path: Path) -> None:
+    """In float64, so that neither the processor nor the version of torch decides. `PYTHONPATH=. python tests/runs/test_train.py` records them again."""
     run_training(golden_arguments(tiny[1], tmp_path / "run"))
     losses = [entry["train/loss"] for entry in read_metrics(tmp_path / "run") if "train/loss" in entry]
     assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-6)
@@ -251,7 +251,7 @@ if __name__ == "__main__":
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def test_the_remaining_time_is_shown_once_it_is_known(tiny: list[str]) -> None:
+def test_the_time_left_is_shown_once_it_is_known(tiny: list[str]) -> None:
     lines = re.findall(r"^step \d+/.*tokens/s.*$", run_training([*tiny, "training.log_every=1"]).output, re.MULTILINE)
     assert len(lines) > 2
     assert "left" not in lines[0], "the first step takes longer than the others"

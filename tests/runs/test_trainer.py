@@ -1,6 +1,6 @@
-"""Comparison with HF Trainer and TRL: the same model, rows, optimizer and schedule through theirs; targets of the same conversations.
+"""Comparison with HF Trainer and TRL: the same model, rows, optimizer and schedule in theirs; targets of the same conversations.
 
-Where they part, docs/guides/coming_from.md says which is right and why.
+Where they differ, docs/guides/coming_from.md says which is right and why.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def with_trainer(
     data = build_data(config.data, config.tokenizer, None, config.seed, config.training.global_batch_size)
     ours, _ = build_model(config.model, data.tokenizer, config.data.sequence_length, config.seed)
     model = AutoModelForCausalLM.from_config(scratch_config(config.model, data.tokenizer), dtype=torch.float64)
-    model.set_experts_implementation("eager")  # the other has no float64
+    model.set_experts_implementation("eager")  # the other implementation has no float64
     model.load_state_dict(ours.state_dict())
     model.config.output_router_logits = output_router_logits
     order = data.order(config.seed, config.training.global_batch_size)
@@ -180,7 +180,7 @@ def trl_targets(name: str, records: list[dict[str, Any]], folder: Path) -> list[
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_targets_are_those_of_trl(name: str, tmp_path: Path) -> None:
-    """But for templates that write an earlier answer in another way than it was given: TRL learns what they make of it then."""
+    """Except for templates that render an earlier answer differently from how it was given: TRL then learns the rendered one."""
     pytest.importorskip("trl", reason="pip install 'acc-lm[dev]'")
     records = [record for record in RECORDS if name != "gemma" or record["messages"][0]["role"] != "system"]
     (theirs,) = run_everywhere(lambda: trl_targets(name, records, tmp_path))

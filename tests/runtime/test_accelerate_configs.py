@@ -1,4 +1,4 @@
-"""Every Accelerate config is one that Accelerate reads, says what it is for, and holds no learning; none is ignored in part."""
+"""Every Accelerate config: Accelerate reads it, it says what it is for, and it holds no learning; none is ignored in part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECTIONS = ["deepspeed_config", "dynamo_config", "fp8_config", "fsdp_config", "m
 
 
 def leaves(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """(mapping, key) of every value that is no mapping itself."""
+    """(mapping, key) of every value that is not a mapping itself."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from leaves(value)
@@ -54,7 +54,7 @@ def write(values: dict[str, Any], file: Path) -> Path:
 
 
 def effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """All that a launch with this file does: torchrun's arguments, and the environment of the processes."""
+    """Complete effect of a launch with this file: torchrun's arguments, and the environment of the processes."""
     from accelerate.utils.launch import _filter_args
     from torch.distributed.run import get_args_parser
 
@@ -67,7 +67,7 @@ def effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def problems(file: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Error of `check_config_file` in a process of a launch with this file."""
+    """Problems that `check_config_file` reports in a process of a launch with this file."""
     monkeypatch.setenv("ACC_LM_CONFIG_FILE", str(file))
     try:
         check_config_file()
@@ -130,7 +130,7 @@ def test_every_key_of_ours_has_an_effect(file: Path, tmp_path: Path, monkeypatch
         place[key] = kept
 
 
-def test_strategies_reach_the_processes_as_asked() -> None:
+def test_strategies_reach_the_processes_as_requested() -> None:
     def variables(stem: str) -> dict[str, str]:
         return launcher_environment(ROOT / "accelerate_configs" / f"{stem}.yaml")
 
@@ -239,8 +239,8 @@ def test_what_accelerate_would_ignore_is_refused(
     assert words in problem
 
 
-def test_accelerate_does_ignore_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other side: what is refused has no effect, and what is accepted without its prefix has one."""
+def test_accelerate_does_ignore_what_we_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converse: what is refused has no effect, and what is accepted without its prefix has one."""
 
     def changes(section: str, key: str, value: Any) -> bool:
         with_it = write({"distributed_type": "FSDP", "num_processes": 2, section: {"fsdp_version": 2, key: value}}, tmp_path / "a.yaml")  # fmt: skip
@@ -256,7 +256,7 @@ def test_accelerate_does_ignore_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not changes("parallelism_config", "dp_shard_size", 2)
 
 
-def test_a_section_that_the_command_line_asks_for_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_the_command_line_requests_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ddp.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
     assert len(problems(file, monkeypatch)) == 1
@@ -265,7 +265,7 @@ def test_a_section_that_the_command_line_asks_for_is_in_use(tmp_path: Path, monk
     assert problems(file, monkeypatch) == []
 
 
-def test_settings_that_the_launcher_loses_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_the_launcher_loses_are_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "accelerate_configs" / "deepspeed_zero3_nvme.yaml"
     environment = launcher_environment(file)
     lost = {

@@ -1,4 +1,4 @@
-"""`acc-lm doctor`: what this machine is, and whether a config can run on it."""
+"""`acc-lm doctor`: a description of this machine, and whether a config can run on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACC_LM_CONFIG_FILE", "")
 
 
-def test_it_says_what_is_here_for_people_and_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_describes_the_machine_for_people_and_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     # Some builds of torch name their CUDA to Python and not to pip.
@@ -61,7 +61,7 @@ def test_what_the_questionnaire_writes_is_judged_as_train_judges_it(
 def test_what_the_questionnaire_writes_ends_as_the_doctor_says(
     file: Path, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a recipe, whose blocks are those that one of them names; each is trained by as many processes as it asks for."""
+    """With a recipe, whose block class one of them names; each is trained by as many processes as it requests."""
     if not extensions.has_libaio() and "nvme" in file.stem:
         pytest.skip("no libaio here")
     arguments = [
@@ -91,7 +91,7 @@ REFUSED_ANSWERS = {
 MANY = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
-# Without a recipe; tests/runtime/test_runtime.py compares the lines that there are with one, with those of train.py.
+# Without a recipe; tests/runtime/test_runtime.py compares the lines that need one with those of train.py.
 REFUSED = {
     "a silent single process": ("distributed_type: MULTI_CPU\nnum_processes: 2\n", [], "got one process (accelerate starts only one for MULTI_CPU"),
     "several without a strategy": ("distributed_type: 'NO'\nnum_processes: 2\n", [], "must start the processes it was asked for, got one process"),
@@ -115,7 +115,7 @@ REFUSED = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these are the answers of a machine without a GPU")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_here_is_exit_code_4_and_one_line(
+def test_a_config_that_cannot_run_here_is_exit_code_4_and_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, options, says = REFUSED[name]
@@ -137,7 +137,9 @@ def test_a_recipe_that_does_not_divide_is_exit_code_2(tiny: list[str], capsys: p
     assert main([*arguments[:3], *tiny]) == 0
 
 
-def test_a_recipe_without_a_config_is_not_taken_for_judged(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_without_a_config_is_not_reported_as_checked(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *tiny]) == 2
     assert "--config and --num_processes must come with --config_file, got none" in capsys.readouterr().err
 

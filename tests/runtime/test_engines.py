@@ -1,4 +1,4 @@
-"""Common properties of the engines: gradients that can be inspected, copies that agree, weights that are made once."""
+"""Common behaviour of the engines: gradients that can be inspected, replicas that agree, weights that are made once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POISONED = "transformer.h.1.mlp.c_fc.weight"
 
 
 class Poison(torch.autograd.Function):
-    """The weight as it is; its gradient is no number in the first micro-batch of one step on one process."""
+    """Identity of the weight; its gradient is NaN in the first micro-batch of one step on one process."""
 
     @staticmethod
     def forward(context: Any, weight: torch.Tensor, is_due: list[bool]) -> torch.Tensor:
@@ -139,11 +139,11 @@ def test_the_gradient_norm_is_exact_and_clips_as_torch_does() -> None:
     assert num_bad == 0
 
 
-# --- copies --------------------------------------------------------------------------------------------------------
+# --- replicas ------------------------------------------------------------------------------------------------------
 
 
 def change_a_copy(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
-    """Errors of `check_replicas` before and after one weight on the last process changed."""
+    """Result of `check_replicas` before and after one weight on the last process was changed."""
     from acc_lm.errors import DivergedError
     from acc_lm.runtime import bare_model, check_replicas
 
@@ -239,7 +239,7 @@ def test_a_parameter_without_a_gradient_is_refused_before_any_data_is_read(tiny:
 def test_a_parameter_without_a_gradient_may_be_allowed(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Train, save and resume."""
+    """It trains, saves and resumes."""
     arguments = [*tiny, *UNUSED, "distributed.find_unused_parameters=true"]
     environment = environment_for(config, num_processes)
     run_training(arguments, num_processes, environment, timeout=60)
@@ -277,7 +277,9 @@ def test_before_prepare_only_the_main_process_holds_the_model(config: str) -> No
                 lambda facts: build_empty_model(model, tokenizer, LENGTH, facts),
             )
 
-        make(LARGE | {"hidden_size": 8, "intermediate_size": 8})  # what is imported on the way counts for no model
+        make(
+            LARGE | {"hidden_size": 8, "intermediate_size": 8}
+        )  # what is imported meanwhile does not count for the model
         gc.collect()
         # Freed memory that a forked process inherits and reuses would not show as growth.
         ctypes.CDLL(None).malloc_trim(0)

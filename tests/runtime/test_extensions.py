@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled extensions: no process waits on a stale lock, and a build is reported."""
+"""DeepSpeed's compiled parts: no process waits for a stale lock, and builds are announced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lock(tmp_path: Path) -> Path:
 def first_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    # Set and not removed: only what was set is put back, and what is built sets it.
+    # Set and not removed: only variables that were set are restored, and the build sets this one.
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")
 
 
@@ -35,7 +35,9 @@ def test_a_stale_lock_in_our_folder_is_removed_and_named(
     assert f"removed {lock}, left by a build that was killed" in capsys.readouterr().err
 
 
-def test_in_a_folder_of_the_user_it_is_refused_with_the_command(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_lock_in_a_folder_of_the_user_is_refused_with_the_command(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parent.parent))
     with pytest.raises(MachineError, match=f"every start would wait forever; remove it: rm {lock}"):
         extensions.build_extensions(needs_cpu_adam=True, needs_nvme=False, on_cpu=True)
@@ -75,7 +77,7 @@ def test_a_build_is_announced_and_its_failure_reaches_the_other_processes(
 
 
 def test_each_installation_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paths of the sources stand in the build files: shared, each start from another place would build anew."""
+    """The build files contain the paths of the sources: if shared, each start from another place would build again."""
     here = extensions.extensions_folder()
     monkeypatch.setattr(extensions.sys, "prefix", "/another/venv")
     assert extensions.extensions_folder() != here

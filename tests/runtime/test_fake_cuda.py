@@ -1,4 +1,4 @@
-"""The branches for a GPU, without one: fake_cuda.py runs train.py on tensors that only pretend to be there."""
+"""GPU branches, without a GPU: fake_cuda.py runs train.py on tensors that only pretend to exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RUNS = {
 @pytest.mark.parametrize(
     "name", [name if name in ("bf16", "experts") else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
-def test_no_step_waits_for_a_gpu_or_copies_from_memory_that_is_not_pinned(name: str, hub: Path) -> None:
+def test_no_step_waits_for_a_gpu_or_copies_from_unpinned_memory(name: str, hub: Path) -> None:
     overrides = [override.replace("{hub}", str(hub)) for override in RUNS[name]]
     command = [sys.executable, str(ROOT / "tests/support/fake_cuda.py"), *overrides]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}

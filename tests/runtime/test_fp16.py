@@ -1,4 +1,4 @@
-"""fp16, executed: torch has a gradient scaler and autocast to float16 for a CPU too, and a run here is given those in place of a GPU's."""
+"""fp16, executed: torch has a gradient scaler and autocast to float16 for a CPU too, and runs here get those in place of a GPU's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from acc_lm.run_files.metrics_file import read
 
 EACH_STEP = ["training.log_every=1", "training.max_steps=8", "checkpoint.every=4", "checkpoint.keep_last=20"]
 USUAL = {"init_scale": 2.0**16, "growth_interval": 2000}
-"""As torch begins."""
+"""Torch's defaults."""
 
 
 def train_in_fp16(
@@ -25,7 +25,7 @@ def train_in_fp16(
     bad_losses: tuple[int, ...] = (),
     bad_gradients: tuple[int, ...] = (),
 ) -> Finished:
-    """A run whose scaler is torch's, for the CPU; in the steps that are named, the last process's loss or a gradient of it is infinite."""
+    """A run whose scaler is torch's, for the CPU; in the given steps, the last process's loss or a gradient of it is infinite."""
 
     def run() -> int:
         import accelerate
@@ -137,10 +137,10 @@ def test_the_scale_grows_and_a_resumed_run_has_it_bit_for_bit(
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_losses_that_are_not_finite_are_counted_and_end_the_run(
+def test_losses_that_are_non_finite_are_counted_and_end_the_run(
     num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Unlike a gradient that the scale made too large: an activation did."""
+    """Unlike a gradient that overflowed because of the scale: an activation did."""
     run = tmp_path / "run"
     finished = train_in_fp16([*tiny, *EACH_STEP], num_processes, bad_losses=(3,))
     assert finished.codes == [0] * num_processes, finished.outputs
@@ -154,8 +154,8 @@ def test_losses_that_are_not_finite_are_counted_and_end_the_run(
     assert "got 3 of 3 tolerated steps in a row where it was not, in step 5" in finished.errors[0]
 
 
-def test_gradients_that_overflow_are_a_fault_once_the_scale_is_used_up(tiny: list[str], tmp_path: Path) -> None:
-    """A search for the scale before: not a word. Below 1 there is nothing left to find."""
+def test_gradients_that_overflow_are_a_fault_once_the_scale_is_exhausted(tiny: list[str], tmp_path: Path) -> None:
+    """Until then the search for the scale is silent. Below 1 there is nothing left to find."""
     bad = (3, 4, 5)
     finished = train_in_fp16([*tiny, *EACH_STEP], bad_gradients=bad)
     assert finished.code == 0, finished.output

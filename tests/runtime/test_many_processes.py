@@ -1,7 +1,7 @@
-"""Eight and 1,024 processes, of which one is here: a process group whose collectives move nothing, and tensors cut as they would be.
+"""Eight and 1,024 processes, one of them real: a process group whose collectives transfer nothing, and tensors sharded as they would be.
 
-What it shows: that every process of so many gets its pieces (or none), and prepares, clips, steps and cuts its global batch without
-an error. It cannot check numbers, since nothing is added; DDP, whose reducer asks such a group for what it has not.
+Shown: each of that many processes gets its pieces (or none), and prepares, clips, steps and splits its global batch without
+an error. Not shown: numbers, since nothing is added up; DDP, whose reducer needs what such a group does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CASES = [(config, world, place) for config in CONFIGS for world in (8, 1024) for
 
 
 def one_step(rank: int, world: int) -> dict[str, Any]:
-    """A training step of this process; its pieces of the parameters before it."""
+    """Take a training step on this process; returns its pieces of the parameters before the step."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -53,7 +53,7 @@ def one_step(rank: int, world: int) -> dict[str, Any]:
         accelerator, model, optimizer, [batch, batch], step=1, seed=0, num_targets=32 * world, max_grad_norm=1.0,
         gradients=runtime.Gradients(accelerator, model),
     )  # fmt: skip
-    os.environ["RANK"] = "0"  # by which `run_everywhere` finds the answer
+    os.environ["RANK"] = "0"  # by which `run_everywhere` finds the result
     return {
         "engine": type(model).__mro__[0].__name__,
         "whole": whole,

@@ -21,7 +21,7 @@ FIND = "training.find_micro_batch_size=true"
 def train_with_little_memory(
     arguments: list[str], config: str, num_processes: int, most_rows: int, poor: int, from_call: int = 0
 ) -> Finished:
-    """One process (-1: all of them) has memory for so many rows at once, from its n-th forward on."""
+    """Limit the memory of one process (-1: of all) to a number of rows at once, from its n-th forward on."""
 
     def run() -> int:
         import train
@@ -51,7 +51,7 @@ def train_with_little_memory(
 def test_a_micro_batch_that_fits_is_found_and_the_curve_stays(
     config: str, poor: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """The process with less memory decides for both (none has less: nothing changes); losses are those of the size that was found."""
+    """The process with little memory decides for both (none: nothing changes); losses are those of the size that was found."""
     found = 3 if poor < 2 else 6
     one, other = tmp_path / "found", tmp_path / "given"
     every = [*tiny, "training.log_every=1", "training.micro_batch_size=6"]
@@ -68,7 +68,7 @@ def test_a_micro_batch_that_fits_is_found_and_the_curve_stays(
     assert len(losses[0]) == 6
 
 
-def test_what_does_not_fit_at_all_says_what_else_to_do(tiny: list[str], tmp_path: Path) -> None:
+def test_if_nothing_fits_the_line_says_what_else_to_do(tiny: list[str], tmp_path: Path) -> None:
     finished = train_with_little_memory([*tiny, FIND], "ddp", 2, 0, -1)
     assert finished.codes == [9, 9], finished.outputs
     (line,) = finished.errors
@@ -77,10 +77,10 @@ def test_what_does_not_fit_at_all_says_what_else_to_do(tiny: list[str], tmp_path
 
 
 @pytest.mark.parametrize("poor", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_memory_that_runs_out_in_the_middle_is_exit_code_9_and_one_line(
+def test_memory_that_runs_out_during_a_run_is_exit_code_9_and_one_line(
     poor: int, tiny: list[str], tmp_path: Path
 ) -> None:
-    """In step 5; the same command with the suggested setting resumes from the checkpoint of step 4 and completes."""
+    """In step 5; the same command with the suggested change resumes from the checkpoint of step 4 and completes."""
     run, arguments = tmp_path / "run", [*tiny, "training.micro_batch_size=6", "training.eval_every=null"]
     finished = train_with_little_memory(arguments, "ddp", 2, 3, poor, from_call=5)
     assert finished.codes[poor] == 9, finished.outputs
@@ -97,7 +97,7 @@ def test_memory_that_runs_out_in_the_middle_is_exit_code_9_and_one_line(
     assert "resumed from" in again.output
 
 
-def test_the_ladder_goes_from_cheap_to_dear() -> None:
+def test_the_ladder_goes_from_cheap_to_expensive() -> None:
     """Each rung taken, the next one is named."""
     from acc_lm.runtime.monitoring.memory import next_rung
 
@@ -120,8 +120,8 @@ def test_the_ladder_goes_from_cheap_to_dear() -> None:
     assert [word for word, line in zip(words, said, strict=True) if word not in line] == []
 
 
-def test_cuda_is_ready_before_its_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On AMD nothing else asks for the device before the model is there, and its counters refuse then."""
+def test_cuda_is_initialised_before_its_memory_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AMD nothing else uses the device before the model exists, and its counters fail then."""
     from acc_lm.runtime import Memory
 
     asked: list[str] = []

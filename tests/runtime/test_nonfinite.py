@@ -1,4 +1,4 @@
-"""Numbers gone wrong: a step whose gradient is no number changes nothing on any process, and says which rows it was."""
+"""Divergence: a step whose gradient is not a number changes nothing on any process, and reports its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from acc_lm.run_files.metrics_file import read
 def train_with_bad_losses(
     arguments: list[str], bad_steps: tuple[int, ...], num_processes: int, value: float
 ) -> Finished:
-    """The last process's loss is multiplied by `value` in some steps."""
+    """Multiply the last process's loss by `value` in some steps."""
 
     def run() -> int:
         import acc_lm.training
@@ -63,8 +63,8 @@ def test_a_single_bad_step_is_skipped_counted_and_dumped(
     assert state["num_updates"] == 5, "the bias correction counts updates and not steps"
 
 
-def test_a_resumed_run_continues_to_count(tiny: list[str], tmp_path: Path) -> None:
-    """All that were skipped, and those in a row: two before the interruption and one after it are three."""
+def test_a_resumed_run_continues_the_counts(tiny: list[str], tmp_path: Path) -> None:
+    """Skipped steps in total, and consecutive ones: two before the interruption and one after it are three."""
     longer = ["training.max_steps=8", "training.log_every=1"]
     assert train_with_bad_losses(tiny, (3, 5, 6), 1, float("nan")).codes == [0]
     finished = train_with_bad_losses([*tiny, *longer], (7,), 1, float("nan"))
@@ -77,8 +77,8 @@ def test_a_resumed_run_continues_to_count(tiny: list[str], tmp_path: Path) -> No
     assert (counts[6], counts[7], counts[8]) == (3, 3, 4)
 
 
-def test_a_device_whose_fused_optimizer_does_not_listen_skips_bad_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As MPS, whose kernel takes `found_inf` and does not look at it."""
+def test_a_device_whose_fused_optimizer_ignores_found_inf_skips_bad_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MPS, whose kernel takes `found_inf` and ignores it."""
     from acc_lm.runtime.engines import gradients
 
     class Deaf(torch.optim.AdamW):
@@ -102,7 +102,7 @@ def test_a_device_whose_fused_optimizer_does_not_listen_skips_bad_steps_too(monk
     assert [bool(names) for names in watched.not_finite()] == [False, True, False]
 
 
-def test_too_many_in_a_row_end_the_run_and_the_last_good_checkpoint_is_the_newest(
+def test_too_many_bad_steps_in_a_row_end_the_run_and_the_newest_checkpoint_is_good(
     tiny: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -122,12 +122,12 @@ def test_two_bad_steps_with_a_good_one_between_them_do_not_end_it(tiny: list[str
     finished = train_with_bad_losses([*tiny, "training.max_nonfinite_steps=2"], (2, 4, 6), 1, float("nan"))
     assert finished.codes == [0], finished.output
     assert finished.output.count("was skipped") == 3
-    # Steps that are logged and saved too: their loss is no number, and stays out of the record.
+    # Steps that are logged and saved too: their loss is not a number, and stays out of the record.
     entries = {entry["step"]: entry for entry in read(tmp_path / "run") if "train/tokens" in entry}
     assert ["train/loss" in entries[step] for step in (1, 2, 4, 6)] == [True, False, False, False]
 
 
-def test_a_loss_that_is_no_number_under_a_finite_gradient_ends_the_run(tiny: list[str], tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_under_a_finite_gradient_ends_the_run(tiny: list[str], tmp_path: Path) -> None:
     def run() -> int:
         import acc_lm.training
         import train
@@ -146,7 +146,7 @@ def test_a_loss_that_is_no_number_under_a_finite_gradient_ends_the_run(tiny: lis
     assert "the loss must stay finite, got nan under a finite gradient" in finished.errors[0]
 
 
-def test_a_batch_without_any_target_is_no_divergence(tiny: list[str], tmp_path: Path) -> None:
+def test_a_batch_without_any_target_is_not_divergence(tiny: list[str], tmp_path: Path) -> None:
     def run() -> int:
         import acc_lm.rows.text_rows
         import train

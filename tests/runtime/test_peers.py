@@ -1,4 +1,4 @@
-"""When a process dies, hangs, or runs something else: bounded, and one line that says which and where."""
+"""A process that dies, hangs, or runs something else: a bounded wait, and one line that says which and where."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
     assert finished.codes[victim] == -signal.SIGKILL
     assert finished.codes[1 - victim] == 7, finished.outputs
     (line,) = [line for line in finished.outputs[1 - victim].splitlines() if line.startswith("error: ")]
-    # How it died is known until its parent has asked.
+    # The cause of death is known until its parent has asked.
     assert re.search(
         rf"got: process {victim} died( \(SIGKILL\))?, while process {1 - victim} was in step 4; the last", line
     )
     assert f"the last checkpoint is {tmp_path}/run/checkpoints/step-00000003; run the same command to resume" in line
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("worker_lost", 7)
-    # Where the run stands now, nothing of what the attempt before had said.
+    # The position of the run now, nothing from the previous attempt.
     assert (summary["step"], summary["last_checkpoint"]) == (3, f"{tmp_path}/run/checkpoints/step-00000003")
     assert "resumed_from" not in summary
 
@@ -116,10 +116,10 @@ def test_reading_and_writing_a_full_model_may_take_longer_than_the_timeout(tiny:
 
 
 def stand_still() -> None:
-    """A collective that waits for a process forever, silently."""
+    """A collective that waits for a process forever, without reporting it."""
     from acc_lm.runtime.monitoring import peers
 
-    peers.end_of_work = lambda device: SimpleNamespace(query=lambda: False)  # nor does the device get any further
+    peers.end_of_work = lambda device: SimpleNamespace(query=lambda: False)  # nor does the device make progress
     while True:
         time.sleep(0.05)
 
@@ -154,8 +154,8 @@ def test_a_process_that_dies_is_named_where_collectives_do_not_raise(
     assert (summary["status"], summary["exit_code"], summary["rank"]) == ("worker_lost", 7, 1 - victim)
 
 
-def test_a_device_that_gets_no_further_ends_the_run_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
-    """One process hangs on its host, so the collectives that the other has asked for are never done."""
+def test_a_device_that_makes_no_progress_ends_the_run_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
+    """One process hangs on its host, so the collectives that the other has requested are never done."""
 
     def sabotage(rank: int) -> None:
         without_raising()
@@ -174,7 +174,7 @@ def test_a_device_that_gets_no_further_ends_the_run_after_the_timeout(tiny: list
 
 
 @pytest.mark.parametrize("is_in_sight", [True, False])
-def test_only_the_death_of_a_process_that_was_in_sight_is_seen(
+def test_only_the_death_of_a_process_that_was_visible_is_detected(
     is_in_sight: bool, tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two containers may have one host name, and neither sees the processes of the other."""
@@ -211,7 +211,7 @@ def test_only_the_death_of_a_process_that_was_in_sight_is_seen(
 
 @pytest.mark.slow
 def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path: Path) -> None:
-    """Two machines are made up; process 1 is stopped, which process 0 cannot see on another machine."""
+    """Two machines are simulated; process 1 is stopped, which process 0 cannot see on another machine."""
 
     def sabotage(rank: int) -> None:
         from acc_lm.runtime.monitoring import peers
@@ -233,8 +233,10 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(tiny: list[str], tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["completed", "failed"])
-def test_processes_that_end_one_after_the_other_are_not_missed(fails: bool, tiny: list[str], tmp_path: Path) -> None:
-    """Nor is time on the host a hang, whatever takes it: the device has nothing to do for longer than the timeout."""
+def test_processes_that_end_one_after_the_other_are_not_reported_as_lost(
+    fails: bool, tiny: list[str], tmp_path: Path
+) -> None:
+    """Nor is time on the host a hang, whatever takes it: the device is idle for longer than the timeout."""
 
     def sabotage(rank: int) -> None:
         from acc_lm import runtime
@@ -333,7 +335,7 @@ def test_an_ordinary_error_on_one_process_keeps_its_traceback(tiny: list[str], t
     assert re.search(r"process 1 died( with exit code 1)?, while process 0 was in step 4", finished.errors[0])
 
 
-def test_through_a_launcher_no_process_is_left(tiny: list[str], tmp_path: Path) -> None:
+def test_a_launcher_leaves_no_process_when_one_is_killed(tiny: list[str], tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
         "--main_process_port", "0", str(ROOT / "train.py"), *tiny, *LONG,
@@ -358,7 +360,7 @@ def test_through_a_launcher_no_process_is_left(tiny: list[str], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("config", ["ddp", pytest.param("deepspeed_zero2", marks=pytest.mark.slow)])
-def test_a_process_that_holds_up_the_others_is_named_once(config: str, tiny: list[str], tmp_path: Path) -> None:
+def test_a_straggler_is_named_once(config: str, tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank != 1:
             return

@@ -1,4 +1,4 @@
-"""A launch gets what it asked for, or one line that says why not."""
+"""A launch gets what it requested, or one line that says why not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 
 
 def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A real launch, as typed in a shell of its own."""
+    """A real launch, as typed in a separate shell."""
     clean = {key: value for key, value in os.environ.items() if not LAUNCH_VARIABLES.match(key)}
     return subprocess.run(
         [str(BIN / command[0]), *command[1:]],
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
 
 
 def environment_for(asked: dict[str, Any], num_processes: int, folder: Path) -> dict[str, str]:
-    """Environment of the processes of such a launch; Accelerate's own functions make it wherever a config can ask for it."""
+    """Environment of the processes of such a launch; Accelerate's own functions make it wherever a config can request it."""
     if not {"distributed_type", "by_hand"} & set(asked):
         return asked
     if "by_hand" in asked:
@@ -220,7 +220,7 @@ def environment_for(asked: dict[str, Any], num_processes: int, folder: Path) -> 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_launch_cannot_get_is_one_line_and_exit_code_4_before_anything_is_loaded(
+def test_an_impossible_launch_is_one_line_and_exit_code_4_before_any_loading(
     name: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked, arguments, num_processes, says = REFUSED[name]
@@ -233,7 +233,7 @@ def test_what_a_launch_cannot_get_is_one_line_and_exit_code_4_before_anything_is
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "environment_error"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"summary.json"}
     if environment and not (tmp_path / "launch.yaml").exists():
-        return  # no config asks for that
+        return  # no config requests that
     file = (
         tmp_path / "launch.yaml" if environment else CONFIGS / ("ddp.yaml" if num_processes > 1 else "single_gpu.yaml")
     )
@@ -244,7 +244,7 @@ def test_what_a_launch_cannot_get_is_one_line_and_exit_code_4_before_anything_is
 
 WIDE = "model.config={model_type: llama, hidden_size: 16, intermediate_size: 8192, num_hidden_layers: 2, num_attention_heads: 2}"
 FIND = "training.find_micro_batch_size=true"
-# As above, for what shows only once the recipe is looked at, and with an exit code
+# As above, for problems that show only once the recipe is read, and with an exit code
 REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
     "a size that is fixed once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which needs the size when it is built"),
@@ -256,7 +256,7 @@ REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_RECIPES)
-def test_what_a_recipe_cannot_get_from_a_launch_is_the_same_line_from_the_doctor(
+def test_the_doctor_prints_the_same_line_for_a_recipe_that_does_not_fit_the_launch(
     name: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked, arguments, code, says = REFUSED_RECIPES[name]
@@ -270,8 +270,10 @@ def test_what_a_recipe_cannot_get_from_a_launch_is_the_same_line_from_the_doctor
     assert capsys.readouterr().err.splitlines() == [line]
 
 
-def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One alone is left over from another launch, or a launcher forgot its fellows."""
+def test_a_launch_is_recognised_by_all_of_its_variables_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A single one is left over from another launch, or a launcher forgot the others."""
     from acc_lm.errors import MachineError
     from acc_lm.launcher import is_main_process
     from acc_lm.run_files.output_dir import open_output_dir
@@ -313,7 +315,7 @@ def test_a_launch_is_what_its_variables_say_together(monkeypatch: pytest.MonkeyP
 
 
 def test_a_job_of_one_worker_trains(tiny: list[str], tmp_path: Path) -> None:
-    """As Kubernetes' templates start it; Accelerate sees one process, and nothing to wrap it in."""
+    """As Kubernetes' templates start it; Accelerate sees one process, and no engine to wrap it in."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     run_training([*tiny, "training.max_steps=2", "schedule.warmup_steps=1"], environment=variables)
     assert (environment_of(tmp_path)["strategy"], environment_of(tmp_path)["num_processes"]) == ("single", 1)
@@ -345,7 +347,7 @@ def test_fp16_with_offloaded_parameters_is_refused_on_a_gpu(monkeypatch: pytest.
         check_config(CONFIGS / "fsdp2_offload.yaml", 2, fp16)
 
 
-def test_gloo_that_finds_no_way_names_the_variable_to_set() -> None:
+def test_gloo_that_finds_no_route_names_the_variable_to_set() -> None:
     from acc_lm.errors import MachineError
     from acc_lm.runtime import explain
 
@@ -355,8 +357,8 @@ def test_gloo_that_finds_no_way_names_the_variable_to_set() -> None:
     assert "remote=[127.0.1.1]:29573; set GLOO_SOCKET_IFNAME on every machine" in str(found)
 
 
-def test_what_a_gpu_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusals that no CPU machine can meet, asked with what such a machine would answer."""
+def test_requirements_missing_on_a_gpu_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals that no CPU machine can trigger, tested with the answers that such a machine would give."""
     from acc_lm.errors import MachineError
     from acc_lm.runtime.launch.refusals import checked_precision, refuse_missing_devices
 
@@ -374,7 +376,7 @@ def test_what_a_gpu_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     refuse_missing_devices(has_accelerator=False)  # CPU processes may be more than there are GPUs
 
 
-def test_what_the_launch_says_and_the_recipe_overrules_is_a_note(tiny: list[str], tmp_path: Path) -> None:
+def test_settings_of_the_launch_that_the_recipe_overrides_are_a_note(tiny: list[str], tmp_path: Path) -> None:
     settings = {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.1}
     environment = environment_for(DEEPSPEED | {"deepspeed_config": settings}, 2, tmp_path)
     output = run_training([*tiny, "training.max_steps=2", "schedule.warmup_steps=1"], 2, environment).output
@@ -382,7 +384,7 @@ def test_what_the_launch_says_and_the_recipe_overrules_is_a_note(tiny: list[str]
     assert "gradient_clipping 0.1 of the Accelerate config is overruled: the recipe makes it 1.0" in output
 
 
-def test_a_process_whose_share_is_small_takes_it_at_once() -> None:
+def test_a_process_with_a_small_share_takes_it_in_one_micro_batch() -> None:
     from acc_lm.config import TrainingConfig
     from acc_lm.runtime import split_global_batch
 
@@ -409,7 +411,7 @@ def test_processes_that_do_not_find_each_other_are_refused() -> None:
         try:
             build_accelerator(make_config(2, 1))
         except MachineError as error:
-            torch.distributed.barrier()  # neither leaves while the other still looks for it
+            torch.distributed.barrier()  # neither exits while the other still looks for it
             return str(error)
         return "nothing was refused"
 
@@ -438,7 +440,7 @@ def test_a_global_batch_smaller_than_a_micro_batch_of_each_must_only_divide() ->
 
 
 def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
-    """Variables that torchrun gives a process when it does not host the store itself, as on machines that name a master."""
+    """Variables that torchrun leaves to a process when it does not host the store itself, as on machines that name a master."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "ROLE_RANK": str(rank), "ROLE_NAME": "default",
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": str(world),
@@ -449,7 +451,7 @@ def torchrun_variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
 def test_a_port_in_use_is_one_line_with_its_owner(config: str, tiny: list[str], tmp_path: Path) -> None:
-    # Another program: what this process held open, the processes that it forks would hold as well.
+    # Another program: files held open by this process would be held by the processes that it forks as well.
     code = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1], flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -469,7 +471,7 @@ def test_a_port_in_use_is_one_line_with_its_owner(config: str, tiny: list[str], 
     assert "Traceback" not in finished.output
 
 
-def test_an_unanswered_rendezvous_is_one_line(tiny: list[str]) -> None:
+def test_a_rendezvous_that_does_not_answer_is_one_line(tiny: list[str]) -> None:
     port = int(free_port())
     finished = run_training(
         [*tiny, *NOTHING_TO_LOAD, "distributed.timeout_seconds=2"], environment=torchrun_variables(1, 2, port), timeout=60, expect=4
@@ -487,7 +489,7 @@ def test_an_error_is_printed_once_by_the_main_process(tiny: list[str]) -> None:
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_ddp_settings_and_the_timeout_reach_the_engine(chosen: bool) -> None:
-    """Each of them away from its default once, read back from the wrapped model and the live process group."""
+    """Each of them set away from its default once, read back from the wrapped model and the live process group."""
 
     def run() -> list[Any]:
         import torch.distributed as dist
@@ -551,7 +553,7 @@ def test_the_communication_hook_of_the_recipe_is_registered_with_its_arguments(h
     assert norms == other, "compressed or not, both processes must have the same gradients"
 
 
-def test_the_effect_of_a_hook_on_a_run_is_printed(tiny: list[str]) -> None:
+def test_the_effects_of_a_hook_on_a_run_are_reported(tiny: list[str]) -> None:
     quick = [*tiny, "training.max_steps=2", "schedule.warmup_steps=1"]
     output = run_training([*quick, "distributed.comm_hook=power_sgd"], 2).output
     assert "power_sgd keeps state that no checkpoint has: a resumed run is not bit-identical" in output
@@ -574,7 +576,7 @@ def test_bf16_is_used_when_the_recipe_or_the_launch_says_so(tiny: list[str], tmp
     assert abs(losses[0] - losses[2]) < 2e-2 * losses[2]
 
 
-def test_compiling_through_the_launch_changes_names_nowhere(tiny: list[str], tmp_path: Path) -> None:
+def test_compiling_through_the_launch_changes_no_names(tiny: list[str], tmp_path: Path) -> None:
     run_training([*tiny, "training.max_steps=3"], environment={"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, timeout=240)
     run_training([*tiny, "training.max_steps=3", f"output_dir={tmp_path / 'plain'}"])
     from safetensors import safe_open
@@ -590,7 +592,7 @@ def test_compiling_through_the_launch_changes_names_nowhere(tiny: list[str], tmp
     assert abs(losses[0] - losses[1]) < 1e-5 * losses[1]
 
 
-def test_a_python_without_docstrings_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_docstrings_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     import acc_lm.runtime.launch.accelerator
     from acc_lm.runtime import quiet_libraries
 
