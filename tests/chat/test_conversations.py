@@ -170,7 +170,7 @@ def test_the_date_comes_from_the_recipe_else_from_the_run_else_from_today(tiny: 
     assert day(config) == str(datetime.now().date())
     assert day(config, Found(None), tokenizer) == "2018-01-02"
     run.mkdir()
-    (run / "config.yaml").write_text(dump_config(first))  # of a start that reached no checkpoint
+    (run / "config.yaml").write_text(dump_config(of_first))  # of a start that reached no checkpoint
     assert day(config) == "2019-01-02"
     assert day(load_config(Path(tiny[1]), [f"output_dir={run}", "seed=8"])) == str(datetime.now().date()), (
         "another recipe"

@@ -54,7 +54,7 @@ def test_a_background_save_writes_what_a_synchronous_save_writes(
 
 def test_training_continues_while_a_checkpoint_is_written(tiny: list[str], tmp_path: Path) -> None:
     """Nothing is written until two more steps are done: a synchronous save would wait forever, one without a copy would hold later weights."""
-    front, behind = tmp_path / "front", tmp_path / "behind"
+    synchronous, background = tmp_path / "synchronous", tmp_path / "background"
     arguments = [*tiny, "checkpoint.every=2", "training.log_every=1", "checkpoint.keep_last=null", "training.eval_every=null"]  # fmt: skip
 
     def function() -> int:

@@ -296,7 +296,7 @@ def test_the_wait_for_processes_of_a_dead_launcher_is_bounded(tiny_recipe: Path,
     assert "attempt 1 ended after step 2: killed (it left no word)" in finished.output
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process when its parent dies")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process when its parent dies")
 def test_when_it_is_killed_itself_no_process_is_left(tiny_recipe: Path, tmp_path: Path) -> None:
     plan = Plan(tmp_path, tiny_recipe, [["waits", 75, 2]])
     launch = plan.start()

@@ -41,7 +41,7 @@ def test_every_stage_of_the_code_is_tried() -> None:
     assert all(f'crash_point("{point}")' in text for point in POINTS)
 
 
-BESIDE = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
+NOT_SLOW = {(2, False): ("after_first_file", "mid_rotate"), (2, True): ("before_manifest",)}
 """Stages that two processes reach in different ways; the others are slow."""
 
 

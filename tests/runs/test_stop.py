@@ -354,7 +354,7 @@ def test_a_launch_is_gone_seconds_after_a_request_to_stop(
 
 def test_a_process_stuck_in_a_library_leaves_when_its_launcher_is_gone(tmp_path: Path) -> None:
     """Python's own handlers wait until the library returns, which may be never; here it is a store that no process fills."""
-    told = tmp_path / "pid"
+    reported = tmp_path / "pid"
 
     def stuck() -> int:
         from datetime import timedelta

@@ -168,9 +168,7 @@ def test_cudnn_comes_first_on_hopper_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("capability", "cudnn", "first"), [((9, 0), True, True), ((8, 0), True, False), ((9, 0), False, False)]
 )
-def test_a_run_sets_the_order_of_kernels_for_its_process(
-    capability: tuple[int, int], cudnn: bool, first: bool
-) -> None:
+def test_a_run_sets_the_order_of_kernels_for_its_process(capability: tuple[int, int], cudnn: bool, first: bool) -> None:
     def run() -> tuple[list[str], bool, bool]:
         from torch.nn.attention import _cur_sdpa_kernel_backends
 
@@ -305,7 +303,6 @@ FP8 = replace(SMALL, mixed_precision="fp8")
 
 
 def test_a_missing_requirement_of_fp8_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acc_lm.runtime.settings import fp8
     from acc_lm.runtime.launch.refusals import checked_precision
     from acc_lm.runtime.settings import fp8
 

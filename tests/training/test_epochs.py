@@ -135,7 +135,7 @@ def test_an_interruption_changes_no_report(
     ended = train_with(arguments, prepare)
     assert ended.codes == [-signal.SIGKILL if action is kill else 75], ended.output
     if moment == "stopped where a pass ends":
-        assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the run that goes on"
+        assert list(reports(run)) == [1], "an evaluation is due there too: both are left to the resumed run"
         # It reports both, and dies before it saves.
         assert train_with(arguments, lambda: wrap("acc_lm.training.run.MicroBatches", kill)).codes == [-signal.SIGKILL]
         assert list(reports(run)) == [1, 2]
