@@ -145,7 +145,7 @@ def test_list_and_verify_name_what_is_damaged(
     shutil.copytree(runs["fsdp2"], run, symlinks=True)
     newest = run / "checkpoints/step-00000006"
     assert main(["checkpoint", "verify", str(newest)]) == 0
-    assert "is whole: step 6, 63 tensors" in capsys.readouterr().out
+    assert "is intact: step 6, 63 tensors" in capsys.readouterr().out
     file = newest / "tensors-00001-of-00002.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -240,7 +240,7 @@ def test_an_older_checkpoint_cannot_be_converted_and_says_so(
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "model_config"}))
     monkeypatch.setattr(checkpoint, "_whole", lambda folder: None)  # its checksum is not the subject here
     assert main(["checkpoint", "convert-to-hf", str(file.parent), str(tmp_path / "model")]) == 5
-    assert "got no model_config in its state.json" in capsys.readouterr().err
+    assert "must contain model_config, got none in its state.json" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_was_moved_needs_a_tokenizer(
@@ -253,3 +253,23 @@ def test_a_checkpoint_that_was_moved_needs_a_tokenizer(
     tokenizer = str(runs["single"] / "final")
     assert main(["checkpoint", "convert-to-hf", str(moved), str(tmp_path / "model"), "--tokenizer", tokenizer]) == 0
     assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == 16
+
+
+@pytest.mark.parametrize("content", ["[]", "", '{"added_tokens": 1}', "null"])
+def test_a_damaged_tokenizer_is_one_line_of_every_verb_that_reads_one(
+    content: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["single"], run, symlinks=True)
+    for folder in (run / "tokenizer", run / "final"):
+        (folder / "tokenizer.json").write_text(content)
+    latest, model = str(run / "checkpoints/latest"), str(tmp_path / "model")
+    for code, place, arguments in (
+        (5, run / "tokenizer", ["checkpoint", "convert-to-hf", latest, model]),
+        (2, run / "final", ["checkpoint", "convert-to-hf", latest, model, "--tokenizer", str(run / "final")]),
+        (2, run / "final", ["generate", str(run / "final"), "--prompt", "red"]),
+    ):
+        assert main(arguments) == code
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert str(place) in line
+    assert not Path(model).exists()

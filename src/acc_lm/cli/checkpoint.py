@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acc_lm.errors import CheckpointError, ConfigError
+from acc_lm.errors import CheckpointError, ConfigError, first_line
 from acc_lm.run_files.names import CHECKPOINTS, STATE
 
 if TYPE_CHECKING:
@@ -126,14 +126,13 @@ def export(folder: Path, output: Path) -> int:
 
 def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     """Write a folder that transformers loads like any other model."""
-    from transformers import AutoTokenizer
-
     from acc_lm.checkpointing.loading import BUFFER, read_tensors
     from acc_lm.config import AdapterConfig, ModelConfig
     from acc_lm.export.export import name_padding, write_steps
     from acc_lm.files import written_aside
     from acc_lm.modeling.adapter import lora_settings, save_adapter
     from acc_lm.runtime import WEIGHT, quiet_libraries
+    from acc_lm.text.tokenizer import read_tokenizer
 
     _whole(folder)
     if output.exists():
@@ -151,7 +150,14 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
         kind, _, parameter = name.partition("/")
         if kind in (WEIGHT, BUFFER):
             weights[parameter] = tensor
-    saved_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        saved_tokenizer = read_tokenizer(source)
+    except (OSError, ValueError) as error:
+        refusal = CheckpointError if tokenizer is None else ConfigError
+        raise refusal(
+            f"{source} must hold a tokenizer that transformers loads without code of its own, got: {first_line(error)}; "
+            "name the folder of an intact one with --tokenizer"
+        ) from None
     with written_aside(output) as work:
         if state.get("base"):
             recipe = state["recipe"]

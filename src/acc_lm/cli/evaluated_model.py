@@ -157,13 +157,12 @@ def _places_from(folder: str, data: dict[str, Any]) -> dict[str, Any]:
 
 def check_tokenizer(run: Path, tokenizer: Any) -> None:
     """Refuse a model whose tokenizer or chat template differs from the run's."""
-    from transformers import AutoTokenizer
-
     from acc_lm.data import tokenizer_key
+    from acc_lm.text.tokenizer import read_tokenizer
 
     try:
-        known = AutoTokenizer.from_pretrained(run / "tokenizer", trust_remote_code=False)
-    except Exception as error:  # transformers has no error class of its own for unreadable files
+        known = read_tokenizer(run / "tokenizer")
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; restore its files, or name what to score with --data"
         ) from None

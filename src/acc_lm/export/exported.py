@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from acc_lm.chat.items import question_ids
-from acc_lm.errors import ConfigError, first_line
+from acc_lm.errors import ConfigError, UserError, first_line, is_out_of_memory
 from acc_lm.export.export import exported_steps, write_steps
 from acc_lm.files import written_aside
 from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
 from acc_lm.modeling.adapter import apply_adapter, open_adapter
 from acc_lm.modeling.pretrained import refuse_kernels
+from acc_lm.text.tokenizer import read_tokenizer
 
 
 def load_exported(folder: Path, trust_remote_code: bool = False, revision: str | None = None) -> Any:
@@ -38,9 +39,11 @@ def load_exported(folder: Path, trust_remote_code: bool = False, revision: str |
         model = AutoModelForCausalLM.from_pretrained(
             where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
         )
-    except (OSError, ValueError) as error:
-        if adapter is None or isinstance(error, ConfigError):
+    except Exception as error:  # damaged files lead to errors of any kind inside transformers
+        if isinstance(error, UserError) or is_out_of_memory(error):
             raise
+        if adapter is None:
+            raise error if isinstance(error, OSError | ValueError) else ValueError(first_line(error)) from None
         raise ConfigError(
             f"the base of the adapter {folder} must be a model that transformers loads, got {adapter.base}: {first_line(error)}; "
             f"put it there, or correct base_model_name_or_path in {ADAPTER_SETTINGS}"
@@ -54,8 +57,6 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
     Raises:
         ConfigError: the folder holds no adapter, the base has changed, or the output exists already.
     """
-    from transformers import AutoTokenizer
-
     if open_adapter(folder) is None:
         got = folder if folder.is_dir() else f"{folder}, which does not exist"
         raise ConfigError(
@@ -64,7 +65,7 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
     if output.exists():
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
     model = load_exported(folder).float().merge_and_unload().to(dtype)  # merged in float32, whatever the output dtype
-    tokenizer, steps = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), exported_steps(folder)
+    tokenizer, steps = read_tokenizer(folder), exported_steps(folder)
     with written_aside(output) as work:
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
@@ -91,9 +92,7 @@ def sample_text(
         is_question: True: the prompt is a user's turn in a conversation, and only the answer is returned.
         day: date for a chat template that reads the clock, as YYYY-MM-DD; None: the run's date, else today's.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    tokenizer = read_tokenizer(folder, trust_remote_code)
     model = load_exported(Path(folder), trust_remote_code)
     model.eval()
     ends = [tokenizer.eos_token_id]

@@ -23,6 +23,23 @@ END_TOKEN = "<|endoftext|>"
 PIECE = 1_000_000  # characters of one document that are encoded in one call
 
 
+def read_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of an exported model or of a run.
+
+    Raises:
+        OSError, ValueError: transformers cannot load it; damaged files lead to other errors inside, which become ValueError.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise ValueError(f"its tokenizer is damaged ({first_line(error)})") from None
+    return tokenizer
+
+
 def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTokenizerBase | None:
     """Load the existing tokenizer that the recipe names; None if one is to be built from the text.
 
