@@ -221,6 +221,33 @@ def test_one_gradient_all_reduce_per_optimizer_step() -> None:
         assert first_buckets == 4
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, None])
+def test_gradients_are_clipped_as_torch_clips_them(max_norm: float | None) -> None:
+    """Bit for bit: scaled down to the norm, never up, and left alone without one."""
+
+    def run() -> bool:
+        from acc_lm.runtime import Gradients, build_accelerator
+
+        accelerator = build_accelerator(make_config(2, 2))
+        model = make_model("llama", "float32")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        gradients = Gradients(accelerator, model)
+        accelerator.backward(model(**RaggedRows(empty=set()).__getitems__([1, 2])))
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        for parameter, gradient in zip(theirs, before, strict=True):
+            parameter.grad = gradient.clone()
+        norm = gradients.clip(max_norm, optimizer)
+        assert 0.5 < float(norm) < 1e9
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
+        ours = [parameter.grad for parameter in model.parameters()]
+        assert (max_norm == 0.5) != all(torch.equal(*pair) for pair in zip(ours, before, strict=True))
+        return all(torch.equal(a, b.grad) for a, b in zip(ours, theirs, strict=True))
+
+    assert run_everywhere(run, 1) == [True]
+
+
 @pytest.mark.parametrize("num_targets", [0, 1])
 def test_a_global_batch_of_one_target_or_none(num_targets: int) -> None:
     """Its gradient is that of the one loss, and 0 without any."""
