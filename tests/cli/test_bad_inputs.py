@@ -65,7 +65,7 @@ DATA: dict[str, tuple[str, bytes, list[str], str]] = {
         "x.jsonl",
         lines('{"text": "a \\ud83d b"}'),
         [],
-        "x.jsonl:1: 'text' must be Unicode text, got half of a character",
+        "x.jsonl:1: 'text' must be Unicode text, got a lone surrogate",
     ),
     "a list as record": ("x.jsonl", lines("[1, 2, 3]"), [], "x.jsonl:1: must be an object with a 'text', got a list"),
     "mixed schemas": (
@@ -126,9 +126,11 @@ def test_a_missing_file_names_the_nearest(tiny: list[str], tmp_path: Path) -> No
         in finished.errors[0]
     )
     finished = run_training([*tiny, f"data.files={tmp_path / '*.md'}"], expect=3)
-    assert f"data.files must fit at least one file, got '{tmp_path / '*.md'}'; correct data.files" in finished.errors[0]
+    assert (
+        f"data.files must match at least one file, got '{tmp_path / '*.md'}'; correct data.files" in finished.errors[0]
+    )
     finished = run_training([*tiny, f"data.files={tmp_path}"], expect=3)
-    assert "a folder is named with a glob such as" in finished.errors[0]
+    assert "or a folder by a glob such as" in finished.errors[0]
 
 
 def test_tolerated_bad_rows_are_counted(tiny: list[str], tmp_path: Path, words: list[str]) -> None:
@@ -279,7 +281,7 @@ OUTPUT_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "several": (lambda folder: [foreign(name)(folder) for name in ("final/x", "config.yaml")], "which holds config.yaml, final that"),
     "a file for a folder": (foreign("checkpoints"), "checkpoints must be a folder, got something else; move it away"),
     "a folder for a file": (foreign("metrics.jsonl/x"), "metrics.jsonl must be a file, got something else"),
-    "a link to nothing": (dangling, "where there is nothing; make that folder, or remove the link"),
+    "a link to nothing": (dangling, "which does not exist; create that folder, or remove the link"),
 }  # fmt: skip
 
 

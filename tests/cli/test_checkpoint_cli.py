@@ -105,7 +105,7 @@ def test_a_file_of_all_tensors_is_complete_or_absent(
     assert main(["checkpoint", "export", latest, str(output)]) == (8 if full else 0)
     assert seen == [False]
     assert [path.name for path in output.parent.iterdir()] == ([] if full else ["all.safetensors"])
-    says = f"error: {output} must be where there is room to write, got: No space left on device; free some space"
+    says = f"error: {output} must be writable, got: No space left on device; free some space"
     assert (says in capsys.readouterr().err) == full
 
 
@@ -155,7 +155,7 @@ def test_list_and_verify_name_what_is_damaged(
     assert [line.split()[0] for line in lines[1:]] == sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     assert "2 processes, no" in lines[-1]
     assert f"{file.name} does not match its checksum" in lines[-1]
-    assert lines[-2].split("  ")[-1].strip().endswith(("whole", "whole, the best"))
+    assert lines[-2].split("  ")[-1].strip().endswith(("intact", "intact, the best"))
     for arguments in (["verify", str(newest)], ["export", str(newest), str(tmp_path / "x.safetensors")],
                       ["convert-to-hf", str(newest), str(tmp_path / "x")]):  # fmt: skip
         assert main(["checkpoint", *arguments]) == 5
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_was_moved_needs_a_tokenizer(
     moved = tmp_path / "elsewhere/step-00000006"
     shutil.copytree(runs["single"] / "checkpoints/step-00000006", moved)
     assert main(["checkpoint", "convert-to-hf", str(moved), str(tmp_path / "model")]) == 2
-    assert "name its folder with --tokenizer" in capsys.readouterr().err
+    assert "pass its folder as --tokenizer" in capsys.readouterr().err
     tokenizer = str(runs["single"] / "final")
     assert main(["checkpoint", "convert-to-hf", str(moved), str(tmp_path / "model"), "--tokenizer", tokenizer]) == 0
     assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == 16

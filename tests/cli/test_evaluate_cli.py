@@ -269,7 +269,7 @@ def test_only_text_that_the_run_held_out_is_scored_as_held_out(
     (changed / "final/chat_template.jinja").write_text("{{ messages }}")
     assert "must be those in" in evaluate([changed], expect=5).errors[0]
     (changed / "environment.json").write_text("{}")
-    assert "must record which text the run was trained on" in evaluate([changed], expect=5).errors[0]
+    assert "must name the text that the run was trained on" in evaluate([changed], expect=5).errors[0]
 
 
 def test_a_model_that_its_run_has_moved_past_is_not_taken_for_the_runs(
@@ -283,7 +283,7 @@ def test_a_model_that_its_run_has_moved_past_is_not_taken_for_the_runs(
     killed = start_training(longer, 1, {"ACC_LM_CRASH_AT": "before_tmp@2"}).wait()
     assert killed.codes == [-9]
     (problem,) = evaluate([run], expect=2).errors
-    assert f"whose final/ is its newest model, got {run}, which has gone on from step 6 to 8" in problem
+    assert f"whose final/ is its newest model, got {run}, which has since continued from step 6 to 8" in problem
     assert figures([run / "final"])["step"] == 6, "named, it is scored"
 
 
@@ -617,7 +617,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "a checkpoint": (["CHAT/checkpoints/latest", "--data", "CHATS"], 2, "MODEL must be the folder of a model, got the checkpoint"),
     "an adapter without its base": (["HERE/no-base", "--data", "CHATS"], 2, "must be at /nowhere/of/final, got nothing there; put it back"),
     "nothing to evaluate on": (["HERE/copy"], 2, "--data must name files to evaluate on, got none"),
-    "a misspelt run": (["runs/nowhere"], 2, "got none, and runs/nowhere is no folder here and so in no run"),
+    "a misspelt run": (["runs/nowhere"], 2, "got none, and runs/nowhere is not a folder here, so not in a run"),
     "a run without its tokenizer": (["HERE/no-run-tokenizer"], 5, "no-run-tokenizer/tokenizer must hold the tokenizer of the run, got: Couldn't"),
     "a mixture": (["HERE/mixture"], 2, "got none for the run of a mixture"),
     "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
@@ -632,9 +632,9 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "no token": (["CHAT", "--generate", "--max-new-tokens", "0"], 2, "--max-new-tokens must be at least 1, got 0"),
     "no temperature": (["CHAT", "--generate", "--temperature", "nan"], 2, "--temperature must be at least 0 and finite, got nan"),
     "a recipe's batch": (["CHAT", "training.micro_batch_size=2"], 2, "must be given as --batch-size"),
-    "another model": (["CHAT", "model.name_or_path=x"], 2, "MODEL says what is evaluated"),
+    "another model": (["CHAT", "model.name_or_path=x"], 2, "MODEL decides what is evaluated"),
     "a misspelt key": (["CHAT", "data.sequence_lenght=8"], 2, "did you mean sequence_length?"),
-    "a bare file": (["CHAT", "more.jsonl"], 2, "data is given as --data more.jsonl"),
+    "a bare file": (["CHAT", "more.jsonl"], 2, "pass data as --data more.jsonl"),
     "too long a row": (["CHAT", "data.sequence_length=99999"], 2, "data.sequence_length must be at most the model's max_position_embeddings"),
     "conversations that do not fit": (["CHAT", "data.sequence_length=8"], 3, "the conversations must have a target, got none in 13"),
 }  # fmt: skip

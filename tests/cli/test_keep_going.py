@@ -131,7 +131,7 @@ def test_a_silently_killed_run_is_restarted_until_it_has_ended(tiny_recipe: Path
     plan = Plan(tmp_path, tiny_recipe, steps)
     finished = plan.finish()
     assert (finished.code, plan.starts) == (0, 5), finished.output
-    assert "attempt 3 ended after step 6: killed (it left no word); starting again in 0 s" in finished.output
+    assert "attempt 3 ended after step 6: killed (it left no summary); starting again in 0 s" in finished.output
 
 
 def test_an_attempt_that_finds_the_run_complete_or_the_folder_taken_is_the_last(
@@ -158,9 +158,9 @@ def test_two_attempts_that_end_at_the_same_step_are_the_last(tiny_recipe: Path, 
     assert (finished.code, plan.starts) == (70, 3), finished.output
     assert finished.errors == [
         "error: attempt 2 ended after step 4: worker_lost (plan 2)",
-        "error: attempt 3 ended after step 4: killed (it left no word)",
-        "error: a new attempt must get further than the one before, got step 4 twice; see above what ends them, and "
-        "start again when it is mended",
+        "error: attempt 3 ended after step 4: killed (it left no summary)",
+        "error: a new attempt must get further than the previous one, got step 4 twice; see above why they ended, "
+        "fix that, and start again",
     ]
     assert (plan.summary["status"], plan.summary["exit_code"]) == ("crash_loop", 70)
     assert "attempt 2 ended after step 4: worker_lost" in plan.summary["reason"]
@@ -189,9 +189,7 @@ def test_a_command_that_starts_no_run_is_not_repeated(
     finished = plan.finish()
     assert (finished.code, plan.starts) == (becomes, 1), finished.output
     (line,) = finished.errors
-    assert (
-        f"the command after -- must get as far as the run, got exit code {code} and nothing new in {plan.run}" in line
-    )
+    assert f"the command after -- must start the run, got exit code {code} and nothing new in {plan.run}" in line
     assert (plan.run / "summary.json").read_text() == COMPLETED
 
 
@@ -221,7 +219,7 @@ def test_it_leaves_at_once_when_the_run_is_already_alive(begins: str, tiny_recip
         finished = (launch or plan.start()).wait(20)
     assert (finished.code, plan.starts) == (2, launch is not None), finished.output
     (line,) = finished.errors
-    assert f"must be in use by one run at a time, got {plan.run}, which process 1 on another writes to" in line
+    assert f"must be used by one run at a time, got {plan.run}, which process 1 on another writes to" in line
     assert (plan.run / "summary.json").read_text() == COMPLETED
 
 
@@ -293,7 +291,7 @@ def test_the_wait_for_processes_of_a_dead_launcher_is_bounded(tiny_recipe: Path,
     plan.command.append("distributed.timeout_seconds=1")
     finished = plan.start("--attempts", "2").wait(30)
     assert (finished.code, plan.starts) == (128 + signal.SIGKILL, 2), finished.output
-    assert "attempt 1 ended after step 2: killed (it left no word)" in finished.output
+    assert "attempt 1 ended after step 2: killed (it left no summary)" in finished.output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process when its parent dies")

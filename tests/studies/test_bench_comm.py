@@ -105,10 +105,10 @@ def test_bench_comm_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (["--sizes", "4 bananas"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '4 bananas'; write such a list"),
-    (["--sizes", "1KiB,2"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '1KiB,2'; write such a list"),
+    (["--sizes", "4 bananas"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '4 bananas'; write them like these"),
+    (["--sizes", "1KiB,2"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '1KiB,2'; write them like these"),
     (["--parts", "hooks,buckets,colectives"], "--parts must be among collectives, buckets, memory, hooks, accumulation, data-parallel, got 'colectives'"),
-    (["--processes", "1"], "--processes must be at least 2, because one process sends nothing, got 1; start more"),
+    (["--processes", "1"], "--processes must be at least 2, so that there is something to exchange, got 1; raise it"),
     (["--repeats", "0"], "--repeats must be at least 1, got 0; raise it"),
     (["--config", "nowhere.yaml"], "nowhere.yaml must be a recipe file, got nothing there"),
 ])  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_launch_that_fails_is_an_error_with_its_output(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(bandwidth, "launch", lambda *arguments, **how: "error: no such thing")
     assert main(["bench-comm", "--config", str(tiny_recipe)]) == MachineError.exit_code
-    assert "error: the launch must run to its end, got: no such thing\n" in capsys.readouterr().err
+    assert "error: the launch must finish, got: no such thing\n" in capsys.readouterr().err
 
 
 def test_launches_are_as_many_as_there_are_engines_with_buckets() -> None:

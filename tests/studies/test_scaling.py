@@ -262,9 +262,9 @@ def test_scaling_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    (["--processes", "1,x"], "--processes must be numbers of processes such as 1,2,4, got '1,x'; write such a list"),
-    (["--processes", "0,2"], "--processes must be numbers of processes such as 1,2,4, got '0,2'; write such a list"),
-    (["--processes", ""], "--processes must be numbers of processes such as 1,2,4, got ''; write such a list"),
+    (["--processes", "1,x"], "--processes must be numbers of processes such as 1,2,4, got '1,x'; write them like these"),
+    (["--processes", "0,2"], "--processes must be numbers of processes such as 1,2,4, got '0,2'; write them like these"),
+    (["--processes", ""], "--processes must be numbers of processes such as 1,2,4, got ''; write them like these"),
     (["--steps", "5"], "--steps must be at least 6, got 5; raise it"),
     (["--processes", "1,5"], "training.global_batch_size must be a multiple of each of --processes, got 12 for 5; nearest: 10, 15"),
     (["--processes", "1,2", "training.micro_batch_size=5"], "training.global_batch_size must be a multiple of micro_batch_size 5"),

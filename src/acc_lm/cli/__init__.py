@@ -17,19 +17,19 @@ from acc_lm.redaction import print_anything
 
 VERBS = {
     "run": {
-        "keep-going": "restart a run until it has ended; exit code 70 when restarts bring no progress",
-        "doctor": "describe this machine, and check whether an Accelerate config can run on it (exit code 4 if not)",
+        "keep-going": "restart a run until it has ended; exit code 70 when a restart makes no progress",
+        "doctor": "show what this machine has; check whether an Accelerate config can run on it (exit code 4 if not)",
     },
     "look at a model or a run": {
         "generate": "print text that an exported model writes",
-        "evaluate": "loss, perplexity, bits per byte and token accuracy of a model on a text, by document; its answers to prompts",
-        "export": "convert an exported model: merge an adapter into its base",
+        "evaluate": "measure loss, perplexity, bits per byte and token accuracy on a text, by document; score answers to prompts",
+        "export": "convert an exported model into another model folder",
         "checkpoint": "list, verify, export or convert checkpoints",
     },
     "study": {
         "parity": "run one recipe through many Accelerate configs and compare the curves, step by step",
-        "scaling": "weak and strong scaling: time and communicated bytes over the number of processes, table and picture",
-        "bench-comm": "bandwidth of the processes here by size; buckets, hooks, accumulation: time, bytes and error of a step",
+        "scaling": "measure weak and strong scaling: time and communicated bytes by number of processes, as table and plot",
+        "bench-comm": "measure bandwidth between processes by size; time, bytes and error of a step by bucket, hook and accumulation",
     },
     "reference": {"recipe": "print the reference of all recipe keys"},
 }
@@ -97,7 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"acc-lm {verb}", usage=USAGES.get(verb), description=help_line)
     importlib.import_module(f"acc_lm.cli.{verb.replace('-', '_')}").add_arguments(parser)
     known, strange = parser.parse_known_args(arguments[1:])
-    if "overrides" in known:  # overrides may stand before, between and after the options
+    if "overrides" in known:  # overrides may come before, between and after the options
         known.overrides += [word for word in strange if not word.startswith("-")]
         strange = [word for word in strange if word.startswith("-")]
     if strange:

@@ -10,19 +10,24 @@ from acc_lm.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, metavar="RECIPE", help="whose model is taken (default: one with 45 MB of gradients)"
+        "--config",
+        type=Path,
+        metavar="RECIPE",
+        help="recipe whose model is used (default: a model with 45 MB of gradients)",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="default: one for each GPU, else 2")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes (default: one for each GPU, else 2)"
+    )
     parser.add_argument(
         "--sizes",
         metavar="SIZE,...",
-        help="of the tensors, such as 4KiB,1MiB (default: 4 KiB to 16 MiB, on GPUs to 256 MiB)",
+        help="sizes of the tensors, such as 4KiB,1MiB (default: 4 KiB to 16 MiB, on GPUs to 256 MiB)",
     )
     parser.add_argument(
         "--parts",
         default="",
         metavar="NAME,...",
-        help="of collectives, buckets, memory, hooks, accumulation, data-parallel (default: all)",
+        help="parts to run: collectives, buckets, memory, hooks, accumulation, data-parallel (default: all)",
     )
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed steps of each row (default 10)")
     parser.add_argument(
@@ -30,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/bench-comm/bench-comm.md"),
         metavar="FILE",
-        help="Markdown; bench-comm.json is put next to it (default: runs/bench-comm/bench-comm.md)",
+        help="Markdown file; bench-comm.json is written next to it (default: runs/bench-comm/bench-comm.md)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override")
 
 
 def run(known: argparse.Namespace) -> int:

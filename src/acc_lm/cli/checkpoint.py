@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser(
-        "list", help="the checkpoints of a run: size, evaluation loss, writer, whether they are intact"
+        "list", help="list the checkpoints of a run: size, evaluation loss, writer, whether they are intact"
     )
     listing.add_argument("run", type=Path, help="folder of the run, e.g. runs/quickstart")
     verify = actions.add_parser(
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("folder", type=Path, help="e.g. runs/quickstart/checkpoints/latest")
     export = actions.add_parser(
-        "export", help="write every unsharded tensor to one safetensors file: weights and the optimizer's moments"
+        "export", help="write every tensor unsharded to one safetensors file: weights and the optimizer's moments"
     )
     export.add_argument("folder", type=Path)
     export.add_argument("output", type=Path, metavar="OUTPUT", help="a new file, *.safetensors")
@@ -72,7 +72,7 @@ def list_checkpoints(run: Path) -> int:
         value = measured.get(metric) if isinstance(measured, dict) else None
         count = state.get("num_processes", "?")
         writer = f"{count} process{'' if count == 1 else 'es'}, {state.get('mixed_precision', '?')}"
-        marks = [problem or "whole", *(["the best"] if folder == best else [])]
+        marks = [problem or "intact", *(["the best"] if folder == best else [])]
         line = f"{folder.name:22}{size / 1e6:>7.1f} MB  {f'{value:.4f}' if isinstance(value, float) else '-':>{max(10, len(metric))}}  {writer:24} {', '.join(marks)}"
         print(printable(line))
     return 0
@@ -142,7 +142,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     source = tokenizer or run / "tokenizer"
     if tokenizer is None and not Path(source).is_dir():
         raise ConfigError(
-            f"the tokenizer must be in the run's folder, got nothing at {source}; name its folder with --tokenizer"
+            f"the tokenizer must be in the run's folder, got nothing at {source}; pass its folder as --tokenizer"
         )
     state: dict[str, Any] = json.loads((folder / STATE).read_text())
     weights = {}
@@ -184,8 +184,8 @@ def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]
     sizes = dict(state.get("model_config", {}))
     if not sizes:
         raise CheckpointError(
-            f"{folder} must contain model_config, got none in its state.json (an earlier version wrote it); "
-            "resume its run for one step, and convert the checkpoint that this saves"
+            f"{folder} must describe its model, got no model_config in its state.json (an earlier version wrote it); "
+            "resume its run for one step, and convert the checkpoint that it saves"
         )
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
@@ -206,4 +206,4 @@ def _whole(folder: Path) -> None:
     from acc_lm.checkpointing.format import problem_with
 
     if problem := problem_with(folder):
-        raise CheckpointError(f"{folder} must be a complete checkpoint, got: {problem}; name another step-* folder")
+        raise CheckpointError(f"{folder} must be an intact checkpoint, got: {problem}; name another step-* folder")

@@ -12,11 +12,17 @@ from acc_lm.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config_file", type=Path, metavar="FILE", help="e.g. accelerate_configs/ddp.yaml")
-    parser.add_argument("--num_processes", type=int, metavar="N", help="in all, as for accelerate launch")
-    parser.add_argument("--config", type=Path, metavar="RECIPE", help="whether this recipe can be trained there")
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+    parser.add_argument(
+        "--config_file", type=Path, metavar="FILE", help="Accelerate config to check, e.g. accelerate_configs/ddp.yaml"
+    )
+    parser.add_argument(
+        "--num_processes", type=int, metavar="N", help="total number of processes, as for accelerate launch"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="RECIPE", help="recipe to check as well: whether it can be trained there"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override")
 
 
 def run(known: argparse.Namespace) -> int:
@@ -25,7 +31,7 @@ def run(known: argparse.Namespace) -> int:
 
     if known.config_file is None and (known.config or known.overrides or known.num_processes is not None):
         raise ConfigError(
-            "command line: --config and --num_processes must come with --config_file, got none; name the Accelerate config to judge, "
+            "command line: --config and --num_processes must come with --config_file, got none; name the Accelerate config to check, "
             "e.g. accelerate_configs/ddp.yaml"
         )
     if known.overrides and not known.config:

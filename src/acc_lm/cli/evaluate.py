@@ -39,31 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="file or glob of text or conversations; several times for several (default: the text that the run held out)",
+        help="file or glob of text or conversations; repeat it for several (default: what the run held out)",
     )
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="write one line of JSON per document")
     parser.add_argument("--generate", action="store_true", help="answer each prompt, and compare with the given answer")
     parser.add_argument(
+        "--generate", action="store_true", help="answer each prompt, and compare with the reference answer"
+    )
+    parser.add_argument(
         "--references-column",
         metavar="NAME",
-        help="column of the records with further correct answers: a text or a list of texts",
+        help="column of the records with other correct answers: a text or a list of texts",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens (default 100)"
+        "--max-new-tokens", type=int, metavar="N", help="maximum number of tokens of an answer (default 100)"
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="sampling temperature of an answer (default 0: greedy)"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sampling temperature of an answer (default 0: always the likeliest token)",
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="rows or prompts at a time; affects memory, never a result"
+        "--batch-size", type=int, metavar="N", help="rows or prompts per batch; affects memory, never a figure"
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the Hub id")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="override of the recipe, e.g. data.sequence_length=512",
+        help="keys of the recipe to override, e.g. data.sequence_length=512",
     )
 
 
@@ -71,7 +77,7 @@ def run(known: argparse.Namespace) -> int:
     for word in known.overrides:
         if "=" not in word:
             raise ConfigError(
-                f"command line: must be an option or section.key=value, got {word!r}; data is given as --data {word}"
+                f"command line: must be an option or section.key=value, got {word!r}; pass data as --data {word}"
             )
     return evaluate_model(
         Request(
@@ -125,13 +131,13 @@ def evaluate_model(request: Request) -> int:
 def _check(request: Request) -> None:
     """Check for mistakes that are visible in the command line alone."""
     numbers = (
-        ("--max-new-tokens", request.max_new_tokens, 1, ""),
-        ("--batch-size", request.batch_size, 1, ""),
-        ("--temperature", request.temperature, 0, " and finite"),
+        ("--max-new-tokens", request.max_new_tokens, 1, "", "raise it"),
+        ("--batch-size", request.batch_size, 1, "", "raise it"),
+        ("--temperature", request.temperature, 0, " and finite", "use 0 for instance"),
     )
-    for name, given, least, more in numbers:
+    for name, given, least, more, action in numbers:
         if given is not None and not least <= given < math.inf:
-            raise ConfigError(f"{name} must be at least {least}{more}, got {given}; give such a number")
+            raise ConfigError(f"{name} must be at least {least}{more}, got {given}; {action}")
     of_answers = {
         "--references-column": request.references_column,
         "--max-new-tokens": request.max_new_tokens,
@@ -144,28 +150,187 @@ def _check(request: Request) -> None:
         key = override.partition("=")[0]
         if key in ("training.micro_batch_size", "training.global_batch_size"):
             raise ConfigError(
-                f"the rows of a forward pass must be given as --batch-size, got {override}; use --batch-size"
+                f"the rows of a forward pass must be given as --batch-size, got {override}; use that option instead"
             )
         if any(key == name or key.startswith(f"{name}.") for name in SETTLED):
-            raise ConfigError(f"{key} must be left out, got {override}; MODEL says what is evaluated")
+            raise ConfigError(f"{key} must be left out, got {override}; remove it, MODEL decides what is evaluated")
     if request.predictions is not None:
         _check_new_file(request.predictions)
 
 
 def _check_new_file(file: Path) -> None:
     if file.exists() or file.is_symlink():
-        raise ConfigError(f"--predictions must be a new file, got {file}, which is there already; name another")
+        raise ConfigError(f"--predictions must be a new file, got {file}, which already exists; name another")
     trial = file.with_name(f".tmp-{file.name}-{os.getpid()}")
     try:
         trial.touch()
         trial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"--predictions must be in a folder that can be written, got {file}: {error.strerror}; name another folder"
+            f"--predictions must be in a writable folder, got {file}: {error.strerror}; name another"
         ) from None
 
 
 # --- what is evaluated ---------------------------------------------------------------------------------------------
+
+
+def recipe_of(request: Request) -> tuple[Config, Path | None]:
+    """Recipe for evaluating this model on this text, and the run whose held-out text it is (None for other text).
+
+    Only keys that decide rows and numbers are taken from a run's own recipe, and a model's code is trusted only if the
+    command line says so. Relative paths in that recipe are resolved from the folder in which the run was started.
+
+    Raises:
+        ConfigError: there is no such model, or no text to evaluate it on.
+        CheckpointError: the run does not say which text it was trained on.
+    """
+    model, run = _find_model(request.model)
+    if (
+        not request.data
+        and run is None
+        and not any(o.startswith(("data.files=", "data.source=")) for o in request.overrides)
+    ):
+        is_there = "is not in a run" if Path(model).is_dir() else "is not a folder here, so not in a run"
+        raise ConfigError(
+            f"--data must name files to evaluate on, got none, and {request.model} {is_there} whose held-out text could be used; add --data"
+        )
+    recipe = load_config(run / "config.yaml").model_dump(mode="json") if run else {}
+    data: dict[str, Any] = dict(recipe.get("data", {})) | {
+        "chat_template": None,
+        "chat_template_date": None,
+    }  # the tokenizer holds both
+    if not request.data and (data.get("mixture") or data.get("streaming")):
+        kind = "mixture" if data.get("mixture") else "stream"
+        raise ConfigError(
+            f"--data must name files to evaluate on, got none for the run of a {kind}; add its held-out files, or use train.py --eval-only"
+        )
+    if run is not None and not request.data:
+        data |= _places_from(_environment_of(run)["working_directory"], data)
+    if request.data:
+        data = {key: data[key] for key in OF_ROWS if key in data}
+        data |= {"source": "files", "files": list(request.data)}
+    if run is None and not any(override.startswith("data.sequence_length=") for override in request.overrides):
+        data["sequence_length"] = _longest_row(model, request)
+    values = _recipe_values(request, model, data, recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "evaluate.yaml")
+        file.write_text(dump_config(Config.model_validate(values)))
+        return load_config(file, request.overrides), None if request.data else run
+
+
+def _recipe_values(request: Request, model: str, data: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """Values of a recipe that evaluates this model; `recipe` is the run's, {} without one."""
+    from acc_lm.runtime import world_size
+
+    training = recipe.get("training", {})
+    rows = request.batch_size or training.get("micro_batch_size", BATCH_SIZE)
+    return {
+        "seed": recipe.get("seed", 0),
+        "model": {
+            "name_or_path": model,
+            "revision": request.revision,
+            "dtype": recipe.get("model", {}).get("dtype", "float32"),
+        },
+        "data": data,
+        "training": {
+            "max_steps": 1,
+            "micro_batch_size": rows,
+            "global_batch_size": rows * world_size(),
+            "mixed_precision": training.get("mixed_precision"),
+            "allow_tf32": training.get("allow_tf32", False),
+        },
+        "schedule": {"warmup_steps": 0},
+        "tracking": {"report_to": []},
+    }
+
+
+def _environment_of(run: Path) -> dict[str, Any]:
+    """`environment.json` of a run, with the folder in which it was started and the text it was trained on."""
+    try:
+        found = json.loads((run / "environment.json").read_text())
+        if found["text_key"] and Path(found["working_directory"]).is_absolute():
+            return dict(found)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # damaged, or written by an earlier version
+    raise CheckpointError(
+        f"{run}/environment.json must name the text that the run was trained on, got no such entry; "
+        "start the run again, which writes it even if there is nothing left to train, or name the text to score with --data"
+    )
+
+
+def _places_from(folder: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Files and folders that a recipe's `data` names, resolved from this folder."""
+    places: dict[str, Any] = {
+        key: [os.path.join(glob.escape(folder), os.path.expanduser(name)) for name in data[key]]
+        for key in ("files", "eval_files")
+    }
+    dataset = os.path.join(folder, os.path.expanduser(data["dataset"] or ""))
+    return places | ({"dataset": dataset} if data["dataset"] and os.path.isdir(dataset) else {})
+
+
+def _check_tokenizer(run: Path, tokenizer: Any) -> None:
+    """Refuse a model whose tokenizer or chat template differs from the run's."""
+    from transformers import AutoTokenizer
+
+    from acc_lm.data import tokenizer_key
+
+    try:
+        known = AutoTokenizer.from_pretrained(run / "tokenizer", trust_remote_code=False)
+    except Exception as error:  # transformers has no error class of its own for unreadable files
+        raise CheckpointError(
+            f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; restore its files, or name the text to score with --data"
+        ) from None
+    if (tokenizer_key(known), known.chat_template) != (tokenizer_key(tokenizer), tokenizer.chat_template):
+        raise CheckpointError(
+            f"the model's tokenizer and chat template must be those in {run}/tokenizer, with which the run was trained, got others; "
+            "restore them, or name the text to score with --data"
+        )
+
+
+def _find_model(name: str) -> tuple[str, Path | None]:
+    """Folder or Hub id of the model, and the run that it belongs to (None without one)."""
+    from acc_lm.checkpointing.format import newest_step
+    from acc_lm.export.export import exported_steps
+
+    folder = Path(name).expanduser()
+    if _is_run(folder):
+        final = folder / "final"
+        if not final.is_dir():
+            raise ConfigError(
+                f"MODEL must be a run that has exported its model, got {name} without final/; evaluate its newest checkpoint with "
+                "train.py --eval-only, or convert it: acc-lm checkpoint convert-to-hf"
+            )
+        steps, newest = exported_steps(final), newest_step(folder)
+        if steps is not None and newest > steps[1]:
+            raise ConfigError(
+                f"MODEL must be a run whose final/ is its newest model, got {name}, which has since continued from step {steps[1]} to {newest}; "
+                f"let it finish, name {final} anyway, or convert the newest checkpoint: acc-lm checkpoint convert-to-hf"
+            )
+        return str(final), folder
+    if (folder / "manifest.json").is_file():
+        raise ConfigError(
+            f"MODEL must be the folder of a model, got the checkpoint {name}; convert it: acc-lm checkpoint convert-to-hf {name} OUTPUT"
+        )
+    if folder.is_dir():
+        parent = folder.resolve().parent
+        return str(folder), parent if _is_run(parent) else None
+    return name, None
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
+
+
+def _longest_row(model: str, request: Request) -> int:
+    from acc_lm.config import ModelConfig
+    from acc_lm.modeling.adapter import open_adapter
+    from acc_lm.modeling.pretrained import longest_input
+
+    adapter = open_adapter(Path(model))
+    where, revision = (adapter.base, adapter.revision) if adapter else (model, request.revision)
+    trusted = "model.trust_remote_code=true" in request.overrides
+    limit = longest_input(ModelConfig(name_or_path=where, revision=revision, trust_remote_code=trusted))
+    return min(limit or LONGEST_ROW, LONGEST_ROW)
 
 
 # --- the evaluation ------------------------------------------------------------------------------------------------

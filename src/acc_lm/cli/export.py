@@ -16,13 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge",
         action="store_true",
         required=True,
-        help="one model of the adapter and its base, for transformers alone",
+        help="merge the adapter and its base into one model, for transformers alone",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="type of the weights written (default float32)",
+        help="data type of the written weights (default float32)",
     )
 
 

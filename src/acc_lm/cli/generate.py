@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is a question, in the model's chat template; print the answer alone",
+        help="treat the prompt as a question, in the model's chat template, and print only the answer",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=100, metavar="N", help="length of the text, in tokens (default 100)"
@@ -41,15 +41,20 @@ def run(known: argparse.Namespace) -> int:
         raise ConfigError(
             f"model must be the folder of an exported model, got {got}; name the final/ of a finished run"
         )
-    for name, wrong, wanted in (
-        ("--max-new-tokens", known.max_new_tokens < 1, "at least 1"),
-        ("--temperature", not 0 <= known.temperature < math.inf, "0 or more, and finite"),
-        ("--top-k", known.top_k < 1, "at least 1"),
-        ("--date", known.date is not None and not _is_day(known.date), "a date as YYYY-MM-DD"),
-        ("--seed", not -(2**63) <= known.seed < 2**64, "a number of 64 bits"),
+    for name, wrong, wanted, action in (
+        ("--max-new-tokens", known.max_new_tokens < 1, "at least 1", "raise it"),
+        ("--temperature", not 0 <= known.temperature < math.inf, "0 or more, and finite", "use 0.8 for instance"),
+        ("--top-k", known.top_k < 1, "at least 1", "raise it"),
+        (
+            "--date",
+            known.date is not None and not _is_day(known.date),
+            "a date as YYYY-MM-DD",
+            "write it like 2026-01-31",
+        ),
+        ("--seed", not -(2**63) <= known.seed < 2**64, "a number of 64 bits", "use 0 for instance"),
     ):
         if wrong:
-            raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; correct it")
+            raise ConfigError(f"{name} must be {wanted}, got {getattr(known, name[2:].replace('-', '_'))}; {action}")
     if not is_unicode(known.prompt):
         raise ConfigError(f"--prompt must be UTF-8, got {known.prompt!r}; convert it with iconv -t UTF-8")
     from acc_lm.export.exported import sample_text

@@ -25,23 +25,27 @@ from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import SIGNALS
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
-KILLED = {"status": "killed", "reason": "it left no word"}
+KILLED = {"status": "killed", "reason": "it left no summary"}
 STOPPED_BY_A_PERSON = "the file STOP"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--attempts", type=int, metavar="N", help="at most (default: as many as get it further)")
-    parser.add_argument("--pause", type=float, default=5, metavar="SECONDS", help="between two attempts (default 5)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the run")
+    parser.add_argument(
+        "--attempts", type=int, metavar="N", help="maximum number of attempts (default: as many as make progress)"
+    )
+    parser.add_argument(
+        "--pause", type=float, default=5, metavar="SECONDS", help="pause between two attempts (default 5)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command that starts the run")
 
 
 def run(known: argparse.Namespace) -> int:
-    for name, wrong, wanted in (
-        ("attempts", known.attempts is not None and known.attempts < 1, "at least 1"),
-        ("pause", not 0 <= known.pause < math.inf, "0 or more"),
+    for name, wrong, wanted, action in (
+        ("attempts", known.attempts is not None and known.attempts < 1, "at least 1", "raise it"),
+        ("pause", not 0 <= known.pause < math.inf, "0 or more", "use 5 for instance"),
     ):
         if wrong:
-            raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; give such a number")
+            raise ConfigError(f"--{name} must be {wanted}, got {getattr(known, name)}; {action}")
     command = known.command[1:] if known.command[:1] == ["--"] else known.command
     return keep_going(command, known.attempts, known.pause)
 
@@ -135,8 +139,8 @@ def _crash_loop(last: str, ended: str, step: int, output_dir: Path | None) -> Cr
     return CrashLoopError(
         last,
         ended,
-        f"a new attempt must get further than the one before, got step {step} twice; see above what ends them, "
-        "and start again when it is mended",
+        f"a new attempt must get further than the previous one, got step {step} twice; see above why they ended, "
+        "fix that, and start again",
     )
 
 
@@ -152,7 +156,7 @@ def _what_it_trains(command: Sequence[str]) -> tuple[Path, float]:
     parsed = parse_train_arguments(command[places[0] + 1 :], script.parent / "recipes" / "quickstart.yaml")
     if parsed is None or parsed[1] != Mode.TRAIN:
         raise ConfigError(
-            "the command after -- must train, got --dry-run, --eval-only or --print-config; run it by itself"
+            "the command after -- must train, got --dry-run, --eval-only or --print-config; run it without keep-going"
         )
     config, _ = parsed
     check_output_dir(Path(config.output_dir))
@@ -194,7 +198,7 @@ def _wait_for_what_it_left(seconds: float) -> None:
 
 def _no_run(code: int, output_dir: Path) -> MachineError:
     error = MachineError(
-        f"the command after -- must get as far as the run, got exit code {code} and nothing new in {output_dir}; "
+        f"the command after -- must start the run, got exit code {code} and nothing new in {output_dir}; "
         "see its own error above"
     )
     error.exit_code = code if code > 1 else MachineError.exit_code  # launchers turn every code into 1

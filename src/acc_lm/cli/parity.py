@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps of each run (default 20)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as Markdown, with JSON next to it")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override")
 
 
 def run(known: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config_file", type=Path, metavar="FILE", help="Accelerate config (default: accelerate_configs/ddp.yaml)"
     )
     parser.add_argument(
-        "--processes", default="1,2", metavar="N,...", help="numbers of processes; one is plain Python (default 1,2)"
+        "--processes", default="1,2", metavar="N,...", help="numbers of processes; 1 runs plain Python (default 1,2)"
     )
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="optimizer steps of a launch (default 30)")
     parser.add_argument(
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/scaling/scaling.md"),
         metavar="FILE",
-        help="Markdown; scaling.json and scaling.png are put next to it (default: runs/scaling/scaling.md)",
+        help="Markdown file; scaling.json and scaling.png are written next to it (default: runs/scaling/scaling.md)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override")
 
 
 def run(known: argparse.Namespace) -> int:

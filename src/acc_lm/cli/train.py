@@ -122,7 +122,7 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         const=Mode.DRY_RUN,
         default=Mode.TRAIN,
         dest="mode",
-        help="one step, one evaluation, one save and one load on this launch's engine, then exit; nothing is kept",
+        help="run one step, one evaluation, one save and one load on this launch's engine, keep nothing, and exit",
     )
     modes.add_argument(
         "--eval-only",
@@ -132,7 +132,7 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         help="evaluate the newest checkpoint of output_dir, else model.name_or_path, add a line to metrics.jsonl, and exit",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="override of the recipe; the last one wins"
+        "overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override; the last one wins"
     )
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     strange = [argument for argument in unknown if argument.startswith("-")]
@@ -150,5 +150,5 @@ def _explain_option(option: str) -> str:
     if name in FOREIGN_NAMES:
         hint = f"{name} is another tool's name, here it is {FOREIGN_NAMES[name]}=VALUE"
     else:
-        hint = "keys are written without dashes, as section.key=value"
+        hint = "write keys without dashes, as section.key=value"
     return f"command line: must be --config, --dry-run, --eval-only, --print-config or section.key=value, got {option!r}; {hint}"

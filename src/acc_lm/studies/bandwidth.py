@@ -51,7 +51,7 @@ def read_sizes(text: str) -> list[int]:
     sizes = [int(match[1]) * UNITS[(match[2] or "B").upper()] for match in found if match]
     if len(sizes) != len(found) or min(sizes, default=0) < 4:
         raise ConfigError(
-            f"--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got {text!r}; write such a list"
+            f"--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got {text!r}; write them like these"
         )
     return sorted(set(sizes))
 
@@ -64,7 +64,7 @@ def read_parts(text: str) -> list[str]:
     """
     named = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := [name for name in named if name not in PARTS]:
-        raise ConfigError(f"--parts must be among {', '.join(PARTS)}, got {unknown[0]!r}; choose among them")
+        raise ConfigError(f"--parts must be among {', '.join(PARTS)}, got {unknown[0]!r}; choose from these")
     return [part for part in PARTS if part in named] if named else list(PARTS)
 
 
@@ -88,7 +88,9 @@ def bench_comm(
     devices = num_accelerators()
     count = num_processes or (devices if devices > 1 else 2)
     if count < 2:
-        raise ConfigError(f"--processes must be at least 2, because one process sends nothing, got {count}; start more")
+        raise ConfigError(
+            f"--processes must be at least 2, so that there is something to exchange, got {count}; raise it"
+        )
     check_num_processes(count, "--processes")
     shape = [*(DEFAULT_SHAPE if recipe is None else ()), *overrides, "tracking.report_to=[]"]
     load_config(recipe or DEFAULT_RECIPE, shape)
@@ -150,7 +152,7 @@ def _run(file: Path | None, count: int, plan: dict[str, Any], folder: Path) -> d
     program = ["-m", "acc_lm.studies.bandwidth_worker", str(plan_file), str(result_file)]
     problem = launch(program, file, count, folder / "output", LAUNCH_SECONDS, shows_output=True)
     if problem is not None:
-        raise MachineError(f"the launch must run to its end, got: {problem.removeprefix('error: ')}")
+        raise MachineError(f"the launch must finish, got: {problem.removeprefix('error: ')}")
     result: dict[str, Any] = json.loads(result_file.read_text())
     return result
 
@@ -248,11 +250,11 @@ def page(values: dict[str, Any], parts: Sequence[str]) -> list[str]:
         lines += _head(f"micro-batches of a step | step | {SENT}")
         lines += [f"| {row['accumulation']} | {_milliseconds(row)} | {_sent(row)} |" for row in rows["accumulation"]]
     if "data-parallel" in parts:
-        lines += _data_parallel_table(values)
+        lines += _compare_with_data_parallel(values)
     return [*lines, *(f"\n{note}." for note in values["notes"])]
 
 
-def _data_parallel_table(values: dict[str, Any]) -> list[str]:
+def _compare_with_data_parallel(values: dict[str, Any]) -> list[str]:
     found = values["parts"].get("data-parallel")
     lines = _head("the same rows | step | memory of each GPU")
     if not found:

@@ -178,7 +178,7 @@ def shared_cores(counts: Sequence[int]) -> list[str]:
     if num_accelerators():
         return []
     return [
-        f"{count} processes share {cores} cores, which limits the speed-up in addition to communication"
+        f"{count} processes share {cores} cores: the curve shows this too, not only their communication"
         for count in counts
         if count > cores
     ]

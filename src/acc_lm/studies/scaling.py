@@ -85,7 +85,7 @@ def read_counts(text: str, key: str = "--processes") -> list[int]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"{key} must be numbers of processes such as 1,2,4, got {text!r}; write such a list")
+        raise ConfigError(f"{key} must be numbers of processes such as 1,2,4, got {text!r}; write them like these")
     return sorted({int(word) for word in words})
 
 
@@ -268,7 +268,7 @@ def doubts(rows: Sequence[ScalingRow], smallest: int, load: float) -> list[str]:
     found = []
     if load > cores / 2:
         found.append(
-            f"other programs used the {cores} cores before the first launch (load average {load:.2f}), so the times include their load"
+            f"other programs used the {cores} cores before the first launch (load average {load:.2f}), which affects the times"
         )
     for row in rows:
         possible = min(row.num_processes, cores) / min(smallest, cores)
