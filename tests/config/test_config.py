@@ -124,7 +124,7 @@ LINES = [
     ("tracking.report_to=[wanbd]", "tracking.report_to.0", "did you mean wandb?"),
     ("hub_token=abc", "hub_token", "use the environment"),
     ("tracking.api_key=abc", "tracking.api_key", "use the environment"),
-    ("recipes/x.yaml", "", "a recipe is named with --config recipes/x.yaml"),
+    ("recipes/x.yaml", "", "pass a recipe with --config recipes/x.yaml"),
     ("training", "", "must be key=value, got 'training'"),
     ("training.max_steps.more=3", "training.max_steps.more", "which is a value"),
     ("training=[", "training", "must have a YAML value"),
@@ -200,7 +200,7 @@ def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path) -> None:
         ("model: {config: {id2label: {0: a}}}\n", ": keys must be words, got 0 in model.config.id2label"),
         (
             "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n",
-            "must be a recipe, got a config file of Accelerate; that one is given",
+            "must be a recipe, got a config file of Accelerate; pass that to the launcher",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def index_of_pickles(folder: Path, payload: Payload) -> None:
 
 UNTRUSTED: dict[Callable[[Path, Payload], None], tuple[int, str]] = {
     with_code: (2, "read it, then set model.trust_remote_code=true"),
-    tokenizer_with_code: (2, "must be a tokenizer without code of its own, got"),
+    tokenizer_with_code: (2, "must be a tokenizer without its own code, got"),
     generation_with_code: (0, ""),
     kernel_of_the_hub: (2, "got the attention 'someone/attention', which is code of the Hub; read it, then set model."),
     only_pickle: (2, "convert them (weights in pickle are not loaded)"),
@@ -410,7 +410,7 @@ PLACES = {
     "unknown home": (["output_dir=~nobody-here/x"], 2, "output_dir must start with the home folder of an existing user"),
     "project, upwards": (["tracking.project=../../outside"], 2, "tracking.project must be a name without /"),
     "project, the folder above": (["tracking.project=.."], 2, "tracking.project must be a name without /"),
-    "run_name, long": ([f"tracking.run_name={'x' * 300}"], 2, "tracking.run_name must have 1 to 128 characters, got 300"),
+    "run_name, long": ([f"tracking.run_name={'x' * 300}"], 2, "tracking.run_name must have 1 to 128 characters, as trackers require, got 300"),
     "output_dir, long": ([f"output_dir=BASE/{'x' * 300}"], 2, "output_dir must be a folder that can be written"),
     "resume, long": ([f"checkpoint.resume=BASE/{'x' * 300}"], 5, "checkpoint.resume must be a checkpoint folder"),
     "resume, unknown home": (["checkpoint.resume=~nobody-here/x"], 5, "checkpoint.resume must be a checkpoint folder"),

@@ -215,7 +215,7 @@ def test_routers_that_record_nothing_are_not_taken_for_a_model_without_a_loss(mo
 def test_a_loss_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"model.router_loss must be off for a model of type doge, got exact"):
         build("doge", config={"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2})
-    with pytest.raises(ValueError, match=r"output_router_logits must be left out where model.router_loss decides"):
+    with pytest.raises(ValueError, match=r"output_router_logits must be left out because model.router_loss decides"):
         ModelConfig(config={"model_type": "mixtral", "output_router_logits": False})
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *_: torch.tensor(2.5))
     with pytest.raises(ConfigError, match=r"model.router_loss must be off for a model of type mixtral, got exact"):

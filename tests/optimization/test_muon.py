@@ -348,9 +348,7 @@ def test_settings_that_do_not_go_with_muon_are_refused() -> None:
         OptimizerConfig(adamw_learning_rate=1e-3)
     model = build({"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
                   freeze=("model.layers.*",))  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r"optimizer\.name must be adamw where no matrix of a hidden layer is trained"
-    ):
+    with pytest.raises(ConfigError, match=r"optimizer\.name must be adamw when no matrix of a hidden layer is trained"):
         build_optimizer(model, OptimizerConfig(name="muon"))
 
 

@@ -255,7 +255,7 @@ def test_rotation_follows_the_metric_and_reads_older_checkpoints(tmp_path: Path)
         (["checkpoint.best_metric=eval/cod/token_accuracy", "data.evaluation_sets={code: x.py}"], r"did you mean eval/code/token_accuracy\?"),
         (["training.early_stopping_patience=2", "training.eval_every=null"], r"training\.early_stopping_patience must be null without evaluations during training, got 2"),
         (["training.early_stopping_patience=0"], r"training\.early_stopping_patience must be a number > 0, got 0"),
-        (["training.early_stopping_patience=2", "checkpoint.keep_best=0"], r"checkpoint\.keep_best must be at least 1 when final/ holds the best weights, got 0"),
+        (["training.early_stopping_patience=2", "checkpoint.keep_best=0"], r"checkpoint\.keep_best must be at least 1 when final/ gets the best weights, got 0"),
         (["export.weights=first"], r"export\.weights must be one of last, best, got 'first'"),
         (["training.metric_for_best_model=eval_loss"], r"metric_for_best_model is another tool's name, here it is checkpoint\.best_metric"),
     ],

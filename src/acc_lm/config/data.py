@@ -155,7 +155,7 @@ class DataConfig(Section):
         for name, files in self.evaluation_sets.items():
             if not NAME_OF_SET.fullmatch(name) or name in EVALUATION_METRICS:
                 raise ValueError(
-                    f"evaluation_sets must have names of letters, digits, _ and -, and none that is a metric, got {name!r}; rename it"
+                    f"evaluation_sets must have names of letters, digits, _ and - that are not metric names, got {name!r}; rename it"
                 )
             if not files:
                 raise ValueError(
@@ -190,28 +190,28 @@ class DataConfig(Section):
         for name in names:
             if not NAME_OF_SET.fullmatch(name) or name in EVALUATION_METRICS:
                 raise ValueError(
-                    f"mixture must have names of letters, digits, _ and -, and none that is a metric, got {name!r}; give that source a name"
+                    f"mixture must have names of letters, digits, _ and - that are not metric names, got {name!r}; give that source a name"
                 )
             if names.count(name) > 1 or name in self.evaluation_sets:
                 other = "another source" if names.count(name) > 1 else "one of data.evaluation_sets"
-                raise ValueError(f"mixture must have different names, got {name!r}, as {other}; give it another name")
+                raise ValueError(
+                    f"mixture must have unique names, got {name!r}, also the name of {other}; give it another name"
+                )
         return self
 
     @model_validator(mode="after")
     def _stream_fits_together(self) -> DataConfig:
         if self.shuffle_buffer is not None and not (self.streaming and self.shuffle):
             other = "without data.streaming" if not self.streaming else "with data.shuffle=false"
-            raise ValueError(f"shuffle_buffer must be null {other}, got {self.shuffle_buffer}; change one of them")
+            raise ValueError(f"shuffle_buffer must be null {other}, got {self.shuffle_buffer}; remove it")
         if not self.streaming:
             return self
         if self.source not in ("files", "hub"):
-            raise ValueError(
-                f"streaming must be of source files or hub, got {self.source}; set data.streaming to false"
-            )
+            raise ValueError(f"streaming must have source files or hub, got {self.source}; set data.streaming to false")
         if not (self.eval_files if self.source == "files" else self.eval_split):
             key = "eval_files" if self.source == "files" else "eval_split"
             raise ValueError(
-                f"{key} must name the held-out text of a stream, from which no share can be held out, got none; add data.{key}"
+                f"{key} must name held-out text for a stream, because no share of a stream can be held out, got none; add data.{key}"
             )
         if self.format not in (None, "text"):
             raise ValueError(f"format must be text for a stream, got {self.format}; set data.streaming to false")
@@ -235,9 +235,9 @@ class DataConfig(Section):
             default = type(self).model_fields[key].default
             if self.source not in sources and getattr(self, key) != default:
                 kept = "null" if default is None else default
-                way = "give each source of the mixture its own" if self.mixture else "it would change nothing"
+                way = "give each source of the mixture its own" if self.mixture else "remove it"
                 raise ValueError(
-                    f"{key} must be {kept} for source {self.source}, got {getattr(self, key)!r}, which is of "
+                    f"{key} must be {kept} for source {self.source}, got {getattr(self, key)!r}, which is only for "
                     f"{' and '.join(sources)}; {way}"
                 )
         return self

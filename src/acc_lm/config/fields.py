@@ -33,7 +33,7 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:
-        raise ValueError("must hold finite numbers, got one that is not; write a number") from None
+        raise ValueError("must hold finite numbers, got one that is not; write a finite number") from None
     return value
 
 
@@ -47,7 +47,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 def _at_home(value: str) -> str:
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
-        raise ValueError(f"must start with the home folder of an existing user, got {value!r}; write the path out")
+        raise ValueError(
+            f"must start with the home folder of a user of this machine, got {value!r}; write the path in full"
+        )
     return expanded
 
 
@@ -64,7 +66,7 @@ def _day(value: str) -> str:
     try:
         return date.fromisoformat(value).isoformat()
     except ValueError:
-        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; write it that way") from None
+        raise ValueError(f"must be a date as YYYY-MM-DD, got {value!r}; write it like 2026-01-31") from None
 
 
 Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
@@ -72,14 +74,14 @@ Day = Annotated[str, BeforeValidator(_as_day), AfterValidator(_day)]
 
 def _name_in_tracker(value: str) -> str:
     if not 0 < len(value) <= 128:
-        raise ValueError(f"must have 1 to 128 characters, got {len(value)}; trackers take no others")
+        raise ValueError(f"must have 1 to 128 characters, as trackers require, got {len(value)}; choose another name")
     return value
 
 
 def folder_name(value: str) -> str:
     if value in (".", "..") or set(value) & set("/\\#?%:"):
         raise ValueError(
-            f"must be a name without / \\ # ? % and :, got {value!r}; remove them (TensorBoard makes a folder of it)"
+            f"must be a name without / \\ # ? % and :, got {value!r}; choose another (TensorBoard uses it as a folder name)"
         )
     return value
 

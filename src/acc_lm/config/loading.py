@@ -38,7 +38,7 @@ def _load(file: str | Path, overrides: Sequence[str]) -> Config:
     values, lines = _read(Path(file))
     if "compute_environment" in values:
         raise ConfigError(
-            f"{file} must be a recipe, got a config file of Accelerate; that one is given to the launcher: "
+            f"{file} must be a recipe, got a config file of Accelerate; pass that to the launcher: "
             f"accelerate launch --config_file {file} train.py"
         )
     sources = {key: f"{file}:{line}" for key, line in lines.items()}
@@ -106,7 +106,7 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
 
     if model_type not in CAUSAL or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CAUSAL, n=1)
-        hint = f"did you mean {near[0]}?" if near else "llama, gpt2 and qwen3 are some"
+        hint = f"did you mean {near[0]}?" if near else "for example llama, gpt2 or qwen3"
         return [
             (
                 "model_type",
@@ -137,7 +137,7 @@ def model_config_problems(values: dict[str, Any]) -> list[tuple[str, str]]:
             reason = text.split("Error: ", 1)[-1].rstrip(".")
             key = field[1] if field else ""
             name = f"model.config.{key}" if key else "model.config"
-            problems.append((key, f"{name} must fit model type {model_type}: {reason}; correct it, or model_type"))
+            problems.append((key, f"{name} must fit model type {model_type}: {reason}; correct the value"))
     return problems
 
 
@@ -211,13 +211,13 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals and key.endswith((".yaml", ".yml")):
-        return f"command line: must be key=value, got {override!r}; a recipe is named with --config {override}"
+        return f"command line: must be key=value, got {override!r}; pass a recipe with --config {override}"
     if not equals or not key:
         return f"command line: must be key=value, got {override!r}; write e.g. training.max_steps=100"
     try:
         value = _yaml().load(text) if text.strip() else None
     except YAMLError as error:
-        got, why = (HIDDEN, "see its quotes") if is_secret(key) else (repr(text), " ".join(str(error).split())[:80])
+        got, why = (HIDDEN, "check its quotes") if is_secret(key) else (repr(text), " ".join(str(error).split())[:80])
         return f"command line: {key} must have a YAML value, got {got}; {why}"
     *parents, last = key.split(".")
     place = values
@@ -228,7 +228,7 @@ def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> st
         place = place[name]
         if not isinstance(place, dict):
             parent = ".".join(parents[: depth + 1])
-            return f"command line: {key} must be inside a section, got {parent} which is a value; remove the rest"
+            return f"command line: {key} must be inside a section, got {parent}, which is a value; set {parent} itself"
     old = place.get(last)
     if isinstance(value, dict) and isinstance(old, dict):
         same_type = value.get("model_type", old.get("model_type")) == old.get("model_type")

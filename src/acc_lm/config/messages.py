@@ -185,7 +185,14 @@ def explain_problem(detail: Any, sources: dict[str, str]) -> str:
     else:
         expectation = EXPECTATIONS[kind]
     given = detail["input"]
-    hint = "correct it"
+    if kind in ("greater_than", "greater_than_equal"):
+        hint = "raise it"
+    elif kind in ("less_than", "less_than_equal"):
+        hint = "lower it"
+    elif kind == "literal_error":
+        hint = "choose one of them"
+    else:
+        hint = f"write {expectation}" if kind in EXPECTATIONS else "correct the value"
     if kind == "literal_error" and isinstance(given, str):
         near = difflib.get_close_matches(given, choices, n=1)
         hint = f"did you mean {near[0]}?" if near else hint

@@ -53,7 +53,7 @@ class ModelConfig(Section):
         asked = (self.config or {}).get("output_router_logits")
         if isinstance(asked, bool) and asked != (self.router_loss != "off"):
             raise ValueError(
-                f"config.output_router_logits must be left out where model.router_loss decides, got {asked} with {self.router_loss}; "
+                f"config.output_router_logits must be left out because model.router_loss decides it, got {asked} with {self.router_loss}; "
                 "set model.router_loss to exact or off"
             )
         return self
@@ -80,10 +80,10 @@ class AdapterConfig(Section):
     """Quantization of the frozen weights of the adapted layers; nf4: stored in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
 
     @model_validator(mode="after")
-    def _quantized_base_has_an_adapter(self) -> AdapterConfig:
+    def _quantized_needs_an_adapter(self) -> AdapterConfig:
         if self.quantize_base != "none" and self.kind == "none":
             raise ValueError(
-                f"quantize_base must be none without an adapter, got {self.quantize_base}, in which nothing can be trained; "
+                f"quantize_base must be none without an adapter, got {self.quantize_base}, whose weights cannot be trained; "
                 "set adapter.kind to lora"
             )
         return self

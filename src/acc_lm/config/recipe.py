@@ -202,11 +202,11 @@ class Config(Section):
         ):
             if value is not None:
                 raise ValueError(
-                    f"{key} must be null for a stream, whose number of rows is not known, got {value}; count in steps"
+                    f"{key} must be null for a stream, whose number of rows is unknown, got {value}; set a number of steps instead"
                 )
         if not (self.tokenizer.name_or_path or self.model.name_or_path or self.tokenizer.kind == "byte"):
             raise ValueError(
-                f"tokenizer.name_or_path must be an existing tokenizer for a stream, got none to make {self.tokenizer.kind} from; "
+                f"tokenizer.name_or_path must be an existing tokenizer for a stream, got none, and {self.tokenizer.kind} cannot be trained on a stream; "
                 "name one, or set tokenizer.kind to byte"
             )
 
@@ -235,7 +235,7 @@ class Config(Section):
             )
         if self.exports_best and not self.checkpoint.keep_best:
             raise ValueError(
-                "checkpoint.keep_best must be at least 1 when final/ holds the best weights, got 0; raise it, or set export.weights=last"
+                "checkpoint.keep_best must be at least 1 when final/ gets the best weights, got 0; raise it, or set export.weights=last"
             )
 
     def _base_can_be_found_again(self) -> None:
@@ -248,12 +248,12 @@ class Config(Section):
         if self.adapter.quantize_base != "none" and model.dtype == "float64":
             raise ValueError(
                 f"adapter.quantize_base must be none for model.dtype float64, got {self.adapter.quantize_base}, which computes in 16 or 32 bits; "
-                "change one of them"
+                "set it to none, or model.dtype to float32"
             )
         if self.optimizer.name == "muon":
             raise ValueError(
-                "optimizer.name must be adamw with an adapter, got muon, which updates complete weight matrices and not "
-                f"the two thin factors of each; set optimizer.name=adamw, {ways}"
+                "optimizer.name must be adamw with an adapter, got muon, which is designed for the update of a full weight matrix, not of "
+                f"its two thin factors; set it to adamw, {ways}"
             )
         if model.freeze:
             raise ValueError(
@@ -261,7 +261,7 @@ class Config(Section):
             )
         if model.resize_embeddings:
             raise ValueError(
-                f"model.resize_embeddings must be false with an adapter, got true; the new rows would be neither trained nor saved: use the model's own tokenizer, {ways}"
+                f"model.resize_embeddings must be false with an adapter, got true, whose new rows would be neither trained nor saved; use the model's own tokenizer, {ways}"
             )
 
 

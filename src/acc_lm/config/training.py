@@ -144,7 +144,7 @@ class ScheduleConfig(Section):
         if (self.scale_learning_rate == "none") != (self.reference_batch_size is None):
             raise ValueError(
                 f"reference_batch_size must be set with scale_learning_rate, and only then, got {self.reference_batch_size} with "
-                f"{self.scale_learning_rate}; it is the global batch size that optimizer.learning_rate was chosen for"
+                f"{self.scale_learning_rate}; set it to the global batch size for which optimizer.learning_rate was chosen, or remove both"
             )
         return self
 
@@ -164,7 +164,7 @@ class ScheduleConfig(Section):
         given = [key for key in ("min_lr", "min_lr_rate") if key in self.arguments]
         if self.min_learning_rate > 0 and given:
             raise ValueError(
-                f"min_learning_rate must be 0 with arguments.{given[0]}, got {self.min_learning_rate}; leave one of them out"
+                f"min_learning_rate must be 0 with arguments.{given[0]}, got {self.min_learning_rate}; remove one of them"
             )
         return self
 

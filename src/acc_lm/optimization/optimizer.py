@@ -23,7 +23,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     hidden = hidden_matrices(model) & parameters.keys() if config.name == "muon" else set()
     if config.name == "muon" and not hidden:
         raise ConfigError(
-            "optimizer.name must be adamw where no matrix of a hidden layer is trained, got muon; set optimizer.name=adamw, or change model.freeze"
+            "optimizer.name must be adamw when no matrix of a hidden layer is trained, got muon; set it to adamw, or shorten model.freeze"
         )
     others = {"lr_factor": (config.adamw_learning_rate or config.learning_rate) / config.learning_rate}
     groups: list[dict[str, Any]] = [

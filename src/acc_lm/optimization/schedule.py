@@ -34,8 +34,8 @@ def build_schedule(
     from transformers import get_scheduler
 
     scale = config.scale(global_batch_size) if global_batch_size else 1.0
-    lagging_steps = lag / global_batch_size if lag and global_batch_size else 0
-    length = num_steps - lagging_steps
+    lag_steps = lag / global_batch_size if lag and global_batch_size else 0
+    length = num_steps - lag_steps
     name, arguments = _name_and_arguments(config, scale, length)
     peak = optimizer.learning_rate * scale
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
@@ -50,14 +50,14 @@ def build_schedule(
         factor: Callable[[float], float] = scheduler.lr_lambdas[0]
 
         def learning_rate_at(step: int) -> float:
-            return peak * float(factor(min(step, num_steps) - lagging_steps - 1))
+            return peak * float(factor(min(step, num_steps) - lag_steps - 1))
 
-        first = 1 + max(0, math.ceil(lagging_steps))
+        first = 1 + max(0, math.ceil(lag_steps))
         _check_rates(learning_rate_at, peak, range(first, num_steps + 1), first + config.warmup_steps)
     except Exception as error:  # each schedule raises its own error types, some only in the middle of a run
         reason = str(error).split(") ")[-1]
         raise ConfigError(
-            f"schedule.arguments must fit schedule {config.name}, got {config.arguments}: {reason}; change them"
+            f"schedule.arguments must fit schedule {config.name}, got {config.arguments}: {reason}; correct them"
         ) from None
     return learning_rate_at
 
@@ -91,7 +91,7 @@ def _name_and_arguments(config: ScheduleConfig, scale: float, length: float) -> 
     ):
         raise ConfigError(
             f"schedule.arguments.num_decay_steps must be at most the {length - config.warmup_steps:g} steps after the warmup, got {decay:g}, "
-            "of which the run would begin in the middle; lower it"
+            "so the run would begin in the middle of the decay; lower it"
         )
     return name, arguments
 
