@@ -81,7 +81,7 @@ def _take(lock: Any, cache: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         _note_once(
-            f"{cache} has no file locks ({error.strerror}), so each process makes its own copy of what is missing"
+            f"{cache} has no file locks ({error.strerror}), so each process builds its own copy of the missing data"
         )
         return False
     return True
@@ -134,4 +134,6 @@ def flush_file(file: Any) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        _note_once(f"a file system of the cache cannot flush ({error.strerror}); after a power cut remove the cache")
+        _note_once(
+            f"the cache is on a file system that cannot flush ({error.strerror}); remove the cache after a power cut"
+        )

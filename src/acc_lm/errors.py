@@ -138,7 +138,7 @@ def print_problems(error: UserError) -> None:
         return
     if error.speaks is None and not is_main_process():
         time.sleep(LAUNCHER_SECONDS)
-        print(f"error: only process {process_index()} met this:", file=sys.stderr)
+        print(f"error: only process {process_index()} has this error:", file=sys.stderr)
     for problem in error.problems:
         print(f"error: {printable(redact(problem))}", file=sys.stderr, flush=True)
 

@@ -51,7 +51,7 @@ def make_readable(file: Path) -> None:
         if error.errno not in (*UNSUPPORTED, errno.EPERM):
             raise
         warn_once(
-            f"output_dir is on a file system without modes ({error.strerror}): others may not be able to read its files"
+            f"output_dir is on a file system without modes ({error.strerror}): other users may not be able to read its files"
         )
 
 
@@ -75,7 +75,7 @@ def storage_errors(root: Path, needed: int = 0) -> Iterator[None]:
         wants = f", {needed / 2**20:.1f} MiB needed by one process" if needed else ""
         raise StorageError(
             f"{root} must have room for a checkpoint, got: {reason} ({free / 2**20:.0f} MiB free{wants}); "
-            "free some space and start again; the run resumes from the previous checkpoint"
+            "free some space, then run the same command to resume from the previous checkpoint"
         ) from None
 
 
@@ -111,6 +111,6 @@ def written_aside(output: Path) -> Iterator[Path]:
     except Exception as error:
         if reason := storage_reason(error):
             raise StorageError(
-                f"{output} must be where there is room to write, got: {reason}; free some space, or name another place"
+                f"{output} must be writable, got: {reason}; free some space, or choose another path"
             ) from None
         raise

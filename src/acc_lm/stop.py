@@ -112,7 +112,7 @@ class StopRequest:
             while self._handled == 0 and time.monotonic() < end:
                 time.sleep(0.1)
             if self._handled == 0 and os.getppid() != launcher:
-                os.write(2, b"\nstuck in a library, and the launcher is gone: leaving\n")
+                os.write(2, b"\nstuck in a library, and the launcher is gone: exiting\n")
                 os._exit(128 + number[0])
 
     @contextmanager
@@ -139,7 +139,7 @@ class StopRequest:
         now = time.monotonic()
         if number == signal.SIGINT:
             if self._first_interrupt is not None and now - self._first_interrupt > 1.0:
-                os.write(2, b"\ninterrupted twice: leaving at once, nothing saved since the last checkpoint\n")
+                os.write(2, b"\ninterrupted twice: exiting immediately, nothing saved since the last checkpoint\n")
                 os._exit(EXIT_INTERRUPTED)
             self._first_interrupt = self._first_interrupt or now
         name = signal.Signals(number).name
@@ -149,10 +149,10 @@ class StopRequest:
             return
         self._reason = name
         if not self._in_loop:
-            raise Preempted(f"stopped by {name} where there was nothing new to save; run the same command to resume")
+            raise Preempted(f"stopped by {name} with nothing new to save; run the same command to resume")
         if is_main_process():
             # A launcher turns a second Ctrl-C into a SIGTERM.
-            hint = "" if is_torchrun() else " (a second Ctrl-C leaves at once)"
+            hint = "" if is_torchrun() else " (a second Ctrl-C exits immediately)"
             os.write(2, f"\n{name}: finishing the step, then saving{hint}\n".encode())
 
     def _mine(self) -> int:

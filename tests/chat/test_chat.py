@@ -529,7 +529,7 @@ def test_marks_that_change_what_a_template_writes_are_refused() -> None:
     (item,) = items_of({"messages": turns("a", "b")}, tokenizer)
     assert decoded(tokenizer, item.ids).endswith("b<|im_end|>")
     with pytest.raises(
-        DataError, match=r"x\.jsonl:1: the tokenizer's chat template must write special tokens in a text as"
+        DataError, match=r"x\.jsonl:1: the tokenizer's chat template must treat special tokens in a text like"
     ):
         items_of({"messages": turns("a", "<|im_start|>b")}, tokenizer)
 
@@ -650,7 +650,7 @@ def test_counts_are_added_described_and_refused_above_a_threshold() -> None:
     )
     assert describe(counts) == (
         "100 conversations in 99 items: 393 targets of 990 ids; 4 cut (7 targets lost), 1 without a target, "
-        "2 of which the template leaves something out"
+        "2 with content left out by the template"
     )
     check(counts, 0.04)
     lines = {
@@ -664,7 +664,7 @@ def test_counts_are_added_described_and_refused_above_a_threshold() -> None:
     with pytest.raises(DataError, match=r"must have a target, got 1 of 100 without one \(1.0%\)"):
         check(replace(counts, cut=0), 0.005)
     with pytest.raises(
-        DataError, match=r"be written completely by the chat template, got 2 of 100 .* set data.chat_template"
+        DataError, match=r"be written in full by the chat template, got 2 of 100 .* set data.chat_template"
     ):
         check(replace(counts, cut=0), 0.015)
     with pytest.raises(DataError, match="must have a target, got none in 5"):
@@ -892,7 +892,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "content of the wrong type": ("messages", one(role="user", content=5), "messages[0].content must be a string, got a number"),
     "content in parts": ("messages", one(role="user", content=[{"type": "text"}]), "messages[0].content must be a string, got a list"),
     "no content": ("messages", one(role="user"), "messages[0].content must be a string, got null"),
-    "half a character": ("messages", one(role="user", content="a \ud83d"), "messages[0].content must be Unicode text, got half of a character"),
+    "half a character": ("messages", one(role="user", content="a \ud83d"), "messages[0].content must be Unicode text, got a lone surrogate"),
     "a noncharacter": ("messages", one(role="user", content="a \ufdd0"), "messages[0].content must be Unicode text, got a lone surrogate or a noncharacter"),
     "two users": ("messages", {"messages": turns("a", {"role": "user", "content": "b"})}, "messages[1] must be assistant after user, got user"),
     "the assistant first": ("messages", one(role="assistant", content="a"), "messages[0] must be system or user at the start, got assistant"),
@@ -905,7 +905,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "half a character in tools": (
         "messages",
         {"messages": turns("a", "b"), "tools": '[{"name": "w", "parameters": {"\\ud83d": 1}}]'},
-        "'tools' must be Unicode text, got half of a character",
+        "'tools' must be Unicode text, got a lone surrogate",
     ),
     "tools that are no JSON": ("messages", {"messages": turns("a", "b"), "tools": "[{"}, "'tools' must be JSON, got '[{'"),
     "tools without names": ("messages", {"messages": turns("a", "b"), "tools": [{}]}, "'tools' must be a list of functions with names, got [{}]"),
@@ -914,7 +914,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "a system turn with plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "system": "be rude"}, "'system' must be empty where prompt and completion are plain text, which has no roles, got 'be rude'"),
     "tools with plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "'tools' must be empty where prompt and completion are plain text"),
     "two system turns": ("prompt_completion", {"prompt": turns("a", system="s"), "completion": turns("a", "b")[1:], "system": "t"}, "prompt + completion[1] must be user after system, got system"),
-    "a weight of its own": ("messages", one(role="user", content="a", weight=0), "messages[0] must be learned or not by data.train_on"),
+    "a weight of its own": ("messages", one(role="user", content="a", weight=0), "messages[0] must be selected for training by data.train_on"),
     "an empty instruction": ("alpaca", {"instruction": " ", "output": "a"}, "instruction must hold text, got an empty string"),
     "an output of the wrong type": ("alpaca", {"instruction": "a", "output": 4}, "output must be a string, got a number"),
     "earlier turns in alpaca": ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "'history' must be empty in data.format alpaca"),

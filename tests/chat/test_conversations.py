@@ -97,7 +97,7 @@ def test_each_format_is_detected_by_its_columns_and_the_trained_model_answers(
     finished = run_training(arguments(tiny, files[format], run, "export.sample_tokens=4"))
     learned = "completion" if format == "prompt_completion" else "assistant"
     assert f"{format}, trained on {learned}: " in finished.output
-    assert " 0 cut (0 targets lost), 0 without a target, 0 of which" in finished.output
+    assert " 0 cut (0 targets lost), 0 without a target, 0 with content left out" in finished.output
     assert " items a row, " in finished.output
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     sample = finished.output.split("sample:\n")[1]
@@ -433,11 +433,11 @@ def test_a_model_that_cannot_keep_items_apart_is_refused_and_can_pad(
 
 ODD = {
     "two formats": ([{"text": "a", "messages": []}], [], 3, "set data.format to text or messages"),
-    "a txt file": (None, ["data.format=messages"], 3, "must be of records (jsonl, json, csv, parquet, arrow, or a dataset)"),
+    "a txt file": (None, ["data.format=messages"], 3, "must have records (jsonl, json, csv, parquet, arrow, or a dataset)"),
     "another part": ([record_of("messages", "a", "b")] * 2, ["data.train_on=completion"], 2, "data.train_on must be assistant or last_assistant or all"),
     "roles": ([{"messages": [{"role": "assistant", "content": "a"}]}], [], 3, "odd.jsonl:1: messages[0] must be system or user at the start, got assistant"),
     "no answer": ([{"messages": [{"role": "user", "content": "a"}]}], [], 3, "odd.jsonl:1: messages must end with the assistant's turn, got user"),
-    "one conversation": ([record_of("messages", "a", "b")] * 9, [], 3, "must be two different ones at least, got one"),
+    "one conversation": ([record_of("messages", "a", "b")] * 9, [], 3, "must include at least two different ones, got one"),
     "too long": ([record_of("messages", "a" * 300, str(i)) for i in range(9)], [], 3, "got none"),
     "a template for text": (None, ["data.chat_template=/nonexistent.jinja"], 2, "data.chat_template must be null for plain text, got /nonexistent.jinja; leave it out, or set data.format"),
     "a part of text": (None, ["data.train_on=assistant"], 2, "data.train_on must be all for data.format text, got assistant"),

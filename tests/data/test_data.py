@@ -190,7 +190,7 @@ def test_every_copy_of_a_lone_document_is_cut() -> None:
 def test_conversations_of_which_no_complete_one_can_be_held_out_are_refused() -> None:
     texts = [f"{number}" * 100 for number in range(5)]
     with pytest.raises(
-        DataError, match=r"data.eval_fraction must be at least 0.1 to hold out a whole one.*, got 0.09;"
+        DataError, match=r"data.eval_fraction must be at least 0.1 to hold out one complete.*, got 0.09;"
     ):
         split(texts, 0.09, can_cut=False)
     train, held_out, _ = split(texts, 0.1, can_cut=False)
@@ -263,7 +263,7 @@ def test_records_are_recognised_by_every_spelling_of_their_suffix(name: str, tmp
 
 def test_a_text_file_of_json_lines_is_refused(tmp_path: Path) -> None:
     lines = b'\n{"text": "one"}\r\n\n  {"text": "two"}\n'
-    with pytest.raises(DataError, match=r"x.jsonl.txt must be text, got a JSON object on every line; give it a name"):
+    with pytest.raises(DataError, match=r"x.jsonl.txt must be text, got a JSON object on every line; rename it"):
         documents_in(tmp_path / "x.jsonl.txt", lines)
     for other in (b'{"one": 1}\n', lines + b"and more\n", b"[1]\n[2]\n", b"{\n{\n", b"{" + b"[" * 99_999 + b"\n{}\n"):
         assert documents_in(tmp_path / "x.txt", other) == [other.decode()]
@@ -299,12 +299,12 @@ def test_a_damaged_table_is_one_line(words: list[str], tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"a b {i}" * 40 for i in range(200)]}), files["parquet"])
     damaged = bytearray(files["parquet"].read_bytes())
     damaged[500:600] = bytes(byte ^ 0xFF for byte in damaged[500:600])
-    with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write it again"):
+    with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write the file again"):
         documents_in(tmp_path / "x.parquet", bytes(damaged))
     how: dict[str, Any] = {"compression": "NONE", "use_dictionary": False, "write_page_checksum": True}
     pyarrow.parquet.write_table(pyarrow.table({"text": ["some text"]}), files["parquet"], write_statistics=False, **how)
     damaged = bytearray(files["parquet"].read_bytes().replace(b"some text", b"same text"))
-    with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write it again"):
+    with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write the file again"):
         documents_in(tmp_path / "x.parquet", bytes(damaged))
     whole = files["arrow"].read_bytes()
     with pytest.raises(DataError, match=r"x.arrow must be an Arrow file, got Expected to be able to read .*; write it"):
@@ -372,9 +372,7 @@ def test_every_bad_record_is_refused_or_counted_as_the_recipe_says(tmp_path: Pat
 @pytest.mark.parametrize("key", ["dataset_config", "dataset_split", "eval_split", "synthetic_tokens"])
 def test_a_key_of_another_source_is_refused(key: str, text_file: Path) -> None:
     values: dict[str, Any] = {"source": "python_stdlib", key: 5000 if key == "synthetic_tokens" else "other"}
-    with pytest.raises(
-        ValidationError, match=f"{key} must be .* for source python_stdlib, got .*it would change nothing"
-    ):
+    with pytest.raises(ValidationError, match=f"{key} must be .* for source python_stdlib, got .*remove it"):
         DataConfig(**values)
     if key.endswith("_split"):
         part = {"files": str(text_file), "weight": 1}
@@ -570,7 +568,7 @@ def test_a_file_written_to_while_it_is_read_leaves_nothing_in_the_cache(
     with monkeypatch.context() as planted:
         planted.setattr(Skipped, "__init__", grow)
         with pytest.raises(
-            DataError, match=f"{file} must stay as it is while it is read, got other content at the end"
+            DataError, match=f"{file} must not change while it is read, got different content at the end"
         ):
             build()
     file.write_bytes(original)
@@ -623,7 +621,7 @@ def test_a_cache_without_locks_and_flushes_costs_a_line_each(
     assert np.array_equal(data.train.tokens, expected.train.tokens)  # type: ignore[union-attr]
     notes = capsys.readouterr().err.splitlines()
     assert [note.split(" (")[0] for note in notes] == [
-        f"note: {tmp_path / 'cache'} has no file locks", "note: a file system of the cache cannot flush",
+        f"note: {tmp_path / 'cache'} has no file locks", "note: the cache is on a file system that cannot flush",
     ]  # fmt: skip
 
     def build(work: Path) -> None:

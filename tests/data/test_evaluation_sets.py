@@ -153,9 +153,9 @@ def test_a_set_is_tokenised_once(tiny_recipe: Path, files: dict[str, Path], tmp_
     [
         (
             "{'a/b': x.txt}",
-            r"data\.evaluation_sets must have names of letters, digits, _ and -, .*got 'a/b'; rename it",
+            r"data\.evaluation_sets must have names of letters, digits, _ and - .*got 'a/b'; rename it",
         ),
-        ("{loss: x.txt}", r"data\.evaluation_sets must have names .* none that is a metric, got 'loss'; rename it"),
+        ("{loss: x.txt}", r"data\.evaluation_sets must have names .* not metric names, got 'loss'; rename it"),
         ("{wiki: []}", r"data\.evaluation_sets\.wiki must name at least one file, got none; add some, or leave it out"),
         ("{wiki: 3}", r"data\.evaluation_sets\.wiki must be a list, got 3 \(a whole number\)"),
         ("[wiki.txt]", r"data\.evaluation_sets must be a mapping, got \['wiki\.txt'\]"),
@@ -174,7 +174,7 @@ def test_a_bad_set_is_one_line(sets: str, message: str, tiny_recipe: Path) -> No
         ("empty.txt", "", "text", r"empty\.txt must hold text, got an empty file .*; remove it from data\.evaluation_sets\.wiki"),
         ("blank.txt", "\n \n", "text", r"blank\.txt must hold at least one record with text, got none"),
         ("columns.jsonl", '{"body": "x"}\n', "text", r"columns\.jsonl:1: must have a column 'text', got 'body'"),
-        ("plain.txt", "words", "messages", r"plain\.txt must hold records for this data\.format, got a text file; name others"),
+        ("plain.txt", "words", "messages", r"plain\.txt must hold records for this data\.format, got a text file; name other files"),
         ("turns.jsonl", '{"messages": [{"role": "user"}]}\n', "messages", r"turns\.jsonl:1: "),
     ],
 )  # fmt: skip

@@ -315,13 +315,13 @@ BAD = {
     "neither": ("[{files: PLAIN}]", 2, "data.mixture.0 must have exactly one of weight and tokens, got neither"),
     "some of each": (f"[{A}, {{files: CODE, tokens: 9}}]", 2, "data.mixture must have weight in all sources or tokens in all"),
     "no text": ("[{weight: 1}]", 2, "data.mixture.0 must have exactly one of files and dataset, got neither"),
-    "one name twice": (f"[{A}, {A}]", 2, "data.mixture must have different names, got 'plain', as another source"),
+    "one name twice": (f"[{A}, {A}]", 2, "data.mixture must have unique names, got 'plain', also the name of another source"),
     "a name of a metric": ("[{files: PLAIN, weight: 1, name: loss}]", 2, "data.mixture must have names of letters"),
     "a misspelt key": ("[{files: PLAIN, wieght: 1}]", 2, "data.mixture.0.wieght must be a known key, got 'wieght'; did you mean weight?"),
     "a weight too small": (f"[{A}, {{files: CODE, weight: 1e-6}}]", 2, "data.mixture must have no weight below 0.0001 of their sum"),
     "a missing file": (f"[{A}, {{files: gone.txt, weight: 1}}]", 3, "data.mixture, source gone: data.files must name an existing file"),
     "a missing column": (f"[{A}, {{files: CODE, weight: 1}}]", 3, "data.mixture, source code: "),
-    "text and conversations": (f"[{A}, {{files: ALPACA, weight: 1}}]", 3, "data.mixture must be all of text or all of conversations, got plain: text, alpaca: alpaca"),
+    "text and conversations": (f"[{A}, {{files: ALPACA, weight: 1}}]", 3, "data.mixture must consist of text only or of conversations only, got plain: text, alpaca: alpaca"),
     "an evaluation of datasets": ("[{files: PLAIN, weight: 1, eval_split: test}]", 2, "data.mixture.0.eval_split must be left out without dataset"),
 }  # fmt: skip
 

@@ -216,7 +216,7 @@ def test_a_shard_that_keeps_failing_is_named(shards: list[Path], monkeypatch: py
     broken = failing(open_shards(config), shard=0, record=3, times=9)
     with pytest.raises(
         DataError,
-        match=r"part-0.jsonl must be readable to its end, got, 3 times after record 3: the connection was reset",
+        match=r"part-0.jsonl must be readable to its end, got 3 errors after record 3: the connection was reset",
     ):
         list(islice(stream_of(0, config, broken).rows(START, 0), 500))
 
@@ -302,7 +302,7 @@ def test_a_reader_that_dies_is_an_error(shards: list[Path]) -> None:
     reader = StreamReader(job_of(config_of(shards, streaming=True, num_streams=1)), (2, 17), np.dtype(np.uint16))
     reader.next_chunk()
     os.kill(reader._process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match="the process that reads the streams must keep running, got its end"):
+    with pytest.raises(DataError, match="the process that reads the streams must keep running, got its exit"):
         list(iter(reader.next_chunk, None))
 
 
@@ -437,7 +437,7 @@ def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: 
     finally:
         shards[5].write_bytes(saved)
     (line,) = dead.errors
-    assert f"{shards[5]} must be readable to its end, got, 4 times" in line
+    assert f"{shards[5]} must be readable to its end, got 4 errors" in line
     reached = json.loads((tmp_path / "run/summary.json").read_text())
     assert (reached["status"], reached["exit_code"]) == ("data_error", 3)
     steps = sorted((tmp_path / "run/checkpoints").glob("step-*"))
@@ -448,7 +448,7 @@ def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: 
 
 def test_a_stream_that_reaches_its_end_begins_again_and_says_so(streamed: list[str], tmp_path: Path) -> None:
     finished = run_training([*streamed, "training.max_steps=40"])
-    assert "was read to its end, pass 1; it continues with its first shard" in finished.output
+    assert "reached its end, pass 1; it continues with its first shard" in finished.output
     assert "train/epoch" not in read(tmp_path / "run")[0]
 
 
@@ -459,9 +459,9 @@ def test_a_dry_run_and_an_evaluation_work_on_streams(streamed: list[str]) -> Non
 
 
 BAD = {
-    "no text to evaluate on": (["data.eval_files=[]"], 2, "data.eval_files must name the held-out text of a stream"),
+    "no text to evaluate on": (["data.eval_files=[]"], 2, "data.eval_files must name held-out text for a stream"),
     "no split to evaluate on": (["data.source=hub", "data.dataset=x", "data.files=[]", "data.eval_files=[]"], 2, "data.eval_split must name"),
-    "of the library": (["data.source=python_stdlib", "data.files=[]", "data.eval_files=[]"], 2, "data.streaming must be of source files or hub"),
+    "of the library": (["data.source=python_stdlib", "data.files=[]", "data.eval_files=[]"], 2, "data.streaming must have source files or hub"),
     "of conversations": (["data.format=messages"], 2, "data.format must be text for a stream, got messages"),
     "epochs": (["training.max_steps=null", "training.num_epochs=1"], 2, "training.num_epochs must be null for a stream"),
     "saved by epochs": (["checkpoint.every_epochs=1"], 2, "checkpoint.every_epochs must be null for a stream"),
@@ -493,7 +493,7 @@ def test_another_number_of_streams_is_another_recipe(streamed: list[str]) -> Non
     finished = run_training([*streamed, "data.num_streams=2"], expect=5)
     assert "data.num_streams was 4, is 2" in finished.output
     finished = run_training([*streamed, "data.num_streams=2", "checkpoint.allow_changed_recipe=true"], expect=5)
-    assert "must stay unchanged to resume 4 streams, got other values" in finished.output
+    assert "must match the checkpoint of 4 streams that the run resumes from" in finished.output
 
 
 def test_a_folder_of_empty_records_is_no_endless_loop(streamed: list[str], tmp_path: Path) -> None:

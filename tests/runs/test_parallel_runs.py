@@ -65,7 +65,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(
         time.sleep(0.01)
     second = run_training([*tiny, *mode], expect=2)
     (line,) = second.errors
-    assert f"must be in use by one run at a time, got {run}, which process {first.pids[0]} on " in line
+    assert f"must be used by one run at a time, got {run}, which process {first.pids[0]} on " in line
     assert not (run / "summary.json").exists()
     dry_run = run_training([*tiny, "--dry-run"])
     assert "dry run: everything works here" in dry_run.output

@@ -299,7 +299,7 @@ def test_a_second_ctrl_c_leaves_at_once(tiny: list[str], tmp_path: Path) -> None
     os.kill(launch.pids[0], signal.SIGINT)
     finished = launch.wait()
     assert finished.code == 130, finished.output
-    assert "leaving at once" in finished.output
+    assert "exiting immediately" in finished.output
     assert "SIGINT: finishing the step" in finished.output
 
 

@@ -66,7 +66,7 @@ def test_before_the_loop_a_signal_ends_the_run_at_once(phase: str, tiny: list[st
     assert finished.codes == [75], finished.output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
-    assert "stopped by SIGTERM where there was nothing new to save; run the same command to resume" in summary["reason"]
+    assert "stopped by SIGTERM with nothing new to save; run the same command to resume" in summary["reason"]
     assert "Traceback" not in finished.output
     run_training(fresh)
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 6

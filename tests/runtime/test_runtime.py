@@ -484,7 +484,7 @@ def test_a_rendezvous_that_does_not_answer_is_one_line(tiny: list[str]) -> None:
 def test_an_error_is_printed_once_by_the_main_process(tiny: list[str]) -> None:
     finished = run_training([*tiny, "training.max_stpes=3"], num_processes=2, expect=2)
     assert len(finished.errors) == 1
-    assert finished.outputs[1].splitlines()[0] == "error: only process 1 met this:", "no launcher ended it here"
+    assert finished.outputs[1].splitlines()[0] == "error: only process 1 has this error:", "no launcher ended it here"
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ITEMS_FORMAT = "items-2"  # part of every cache key: raise it when the reading or writing of records changes
-BESIDE = ("conversations", "system", "tools", "input", "history")
+OPTIONAL_COLUMNS = ("conversations", "system", "tools", "input", "history")
 """Optional columns of a record, kept in addition to the required columns of its format."""
 
 
@@ -69,7 +69,11 @@ class ChatPlan:
         """The relevant columns of a record, as JSON; None if it is invalid and the recipe tolerates that."""
         try:
             read_conversation(record, self.format, place)
-            kept = {name: record[name] for name in (*COLUMNS[self.format], *BESIDE) if record.get(name) is not None}
+            kept = {
+                name: record[name]
+                for name in (*COLUMNS[self.format], *OPTIONAL_COLUMNS)
+                if record.get(name) is not None
+            }
             text = json.dumps(kept, ensure_ascii=False, default=str)  # in the record's key order, which templates use
             return check_unicode(text, "everything in it", place)
         except DataError as error:
@@ -110,7 +114,7 @@ def plan_of(config: DataConfig, day: str | None = None) -> ChatPlan | None:
         return None
     if columns_of(config) is None:
         raise DataError(
-            f"data.format {chosen} must be of records (jsonl, json, csv, parquet, arrow, or a dataset), got source {config.source} without any; "
+            f"data.format {chosen} must have records (jsonl, json, csv, parquet, arrow, or a dataset), got source {config.source} without any; "
             "set data.format to text"
         )
     train_on = choose_train_on(chosen, config.train_on)

@@ -151,7 +151,9 @@ def _plain_item(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) 
     start = next(i for i in range(len(dressed) - len(bare) + 1) if dressed[i : i + len(bare)] == bare)
     turn = _continue(prompt, bare, completion, _encode_text, tokenizer)
     if turn is None:
-        raise DataError(f"{conversation.place}: completion must be text that the tokenizer keeps, got other text back")
+        raise DataError(
+            f"{conversation.place}: completion must be text that the tokenizer preserves, got different text back"
+        )
     before = dressed[: start + len(bare)]
     return Item(before + turn + [tokenizer.eos_token_id], [False] * len(before) + [True] * (len(turn) + 1))
 
@@ -183,7 +185,9 @@ def _chat_items(
         prompt_ids = _encode(prompt, tokenizer)
         turn_ids = _continue(prompt, prompt_ids, turn, _encode, tokenizer)
         if turn_ids is None:
-            raise DataError(f"{place}: turn {number} must be text that the tokenizer keeps, got other text back")
+            raise DataError(
+                f"{place}: turn {number} must be text that the tokenizer preserves, got different text back"
+            )
         if prompt_ids[: len(ids)] != ids:  # the template or the tokenizer now writes the earlier turns differently
             items.append(Item(ids, is_target))
             is_target = []
@@ -242,7 +246,7 @@ def _check_marks(
     )
     if re.sub(f"[{OPEN}{CLOSE}]", "", with_marks) != without:
         raise TemplateError(
-            f"{template.origin} must write special tokens in a text as it writes any text, got another text with them "
+            f"{template.origin} must treat special tokens in a text like any other text, got a different text with them "
             f"({', '.join(sorted(set(template.control_tokens.findall(without)))[:3])} ...)"
         )
 
@@ -330,7 +334,7 @@ def describe(counts: ItemCounts) -> str:
     return (
         f"{counts.conversations} conversations in {counts.items} items: {counts.targets} targets of {counts.ids} ids; "
         f"{counts.cut} cut ({counts.cut_targets} targets lost), {counts.without_target} without a target, "
-        f"{counts.dropped_content} of which the template leaves something out"
+        f"{counts.dropped_content} with content left out by the template"
     )
 
 
@@ -350,8 +354,8 @@ def check(counts: ItemCounts, threshold: float) -> None:
         (counts.without_target, "have a target", "without one", "raise data.sequence_length"),
         (
             counts.dropped_content,
-            "be written completely by the chat template",
-            "with something left out",
+            "be written in full by the chat template",
+            "with content left out",
             "set data.chat_template",
         ),
     )

@@ -96,7 +96,7 @@ def choose_train_on(format: Format, train_on: TrainOn | None) -> TrainOn:
     possible = TRAIN_ON[format]
     if train_on is not None and train_on not in possible:
         raise ConfigError(
-            f"data.train_on must be {' or '.join(possible)} for data.format {format}, got {train_on}; change one of them"
+            f"data.train_on must be {' or '.join(possible)} for data.format {format}, got {train_on}; set it to one of these, or change data.format"
         )
     return train_on or possible[0]
 
@@ -196,7 +196,7 @@ def _messages(value: Any, column: str, place: str, *, is_sharegpt: bool = False)
         for key in THOUGHTS:
             _text(given.get(key, ""), f"{name}.{key}", place)
         if given.get("weight") == 0 or given.get("train") is False:
-            raise DataError(f"{place}: {name} must be learned or not by data.train_on, got a weight of its own (0)")
+            raise DataError(f"{place}: {name} must be selected for training by data.train_on, got its own weight (0)")
         # Keys keep the order of the record, because a template may write them in that order.
         own = {names.get(key, key): inner for key, inner in given.items() if key in names or key not in names.values()}
         messages.append(own | {"role": roles[role]})

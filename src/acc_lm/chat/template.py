@@ -87,7 +87,7 @@ def load_template(tokenizer: PreTrainedTokenizerBase, file: str | None = None, d
     if "default" not in own:
         raise ConfigError(
             f"the tokenizer must have a chat template named default, got {', '.join(map(repr, sorted(own)))}; "
-            "set data.chat_template to a file that contains the one to use"
+            "set data.chat_template to a file with the one to use"
         )
     return replace(try_template(own["default"], OWN, day, tokenizer), tool_use=own.get("tool_use"))
 

@@ -49,7 +49,7 @@ def build_mixture(
     if len({plan is None for plan in plans}) > 1:
         kinds = ", ".join(f"{name}: {plan.format if plan else 'text'}" for name, plan in zip(names, plans, strict=True))
         raise DataError(
-            f"data.mixture must be all of text or all of conversations, got {kinds}; set data.format to text, or train on them in two runs"
+            f"data.mixture must consist of text only or of conversations only, got {kinds}; set data.format to text, or train on them in two runs"
         )
     if tokenizer is None:
         tokenizer = _shared_tokenizer(config, configs, plans, names, tokenizer_config, seed, is_main_process)
@@ -149,15 +149,13 @@ def _add_facts(facts: list[DataFacts], names: tuple[str, ...]) -> DataFacts:
     """Facts of all sources together; without compressed sizes, because each source has its own held-out text."""
     summed = ["train_documents", "train_bytes", "train_tokens", "eval_documents", "eval_bytes", "eval_tokens"]
     summed += ["skipped_records", "shared_documents"]
-    conversations = [
-        f"{name}: {part.conversations}" for name, part in zip(names, facts, strict=True) if part.conversations
-    ]
+    summaries = [f"{name}: {part.conversations}" for name, part in zip(names, facts, strict=True) if part.conversations]
     return DataFacts(
         vocab_size=facts[0].vocab_size,
         **{key: sum(getattr(part, key) for part in facts) for key in summed},
         eval_files=tuple(file for part in facts for file in part.eval_files),
         format=", ".join(dict.fromkeys(part.format for part in facts)),
-        conversations="; ".join(conversations),
+        conversations="; ".join(summaries),
         has_roles=any(part.has_roles for part in facts),
     )
 

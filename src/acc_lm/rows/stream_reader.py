@@ -151,7 +151,7 @@ class Stream:
                 if failures == len(PAUSES):
                     reason = " ".join(str(error).split())[:300] or type(error).__name__
                     raise DataError(
-                        f"{self._shards.names[shard]} must be readable to its end, got, {failures + 1} times after record {number}: "
+                        f"{self._shards.names[shard]} must be readable to its end, got {failures + 1} errors after record {number}: "
                         f"{reason}; repair it, then run the same command to resume from the last checkpoint"
                     ) from None
                 print(

@@ -88,8 +88,8 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             found = {int(stream): State.unpack(numbers) for stream, numbers in saved.items()}
             if len(found) != self.num_streams or any(not s.row <= first_row < s.row + size for s in found.values()):
                 raise CheckpointError(
-                    f"data.num_streams and data.shuffle_buffer must stay unchanged to resume {len(found)} streams"
-                    ", got other values; restore them, or choose another output_dir"
+                    f"data.num_streams and data.shuffle_buffer must match the checkpoint of {len(found)} streams "
+                    "that the run resumes from, got others; restore them, or choose another output_dir"
                 )
             states = {stream: found[stream] for stream in own}
         num_readers = min(max(self._config.num_workers, 1), len(own))
@@ -146,16 +146,14 @@ class StreamRows(Dataset[dict[str, torch.Tensor]]):
             self._chunks[stream] = first, ids
             if (passes := self._states[stream].position.epoch) > self._passes:
                 self._passes = passes
-                self._news.append(
-                    f"stream {stream} was read to its end, pass {passes}; it continues with its first shard"
-                )
-        assert first <= number < first + len(ids), "rows of a stream can be read once, in order"
+                self._news.append(f"stream {stream} reached its end, pass {passes}; it continues with its first shard")
+        assert first <= number < first + len(ids), "each row of a stream can be read once, in order"
         row: np.ndarray = ids[number - first]
         return row
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Number of targets in these rows."""
-        assert self._readers, "no training rows outside of `reading`"
+        assert self._readers, "rows can be read only inside `reading`"
         return len(rows) * self.sequence_length
 
 
@@ -191,7 +189,7 @@ class StreamReader:
         header = self._pipe.read(HEADER.size)
         if len(header) < HEADER.size:
             raise self._said(
-                f"the process that reads the streams must keep running, got its end ({self._process.wait()})"
+                f"the process that reads the streams must keep running, got its exit ({self._process.wait()})"
             )
         kind, *numbers = HEADER.unpack(header)
         if kind != CHUNK:
@@ -201,7 +199,7 @@ class StreamReader:
         ids = np.frombuffer(self._pipe.read(size * self._dtype.itemsize), dtype=self._dtype)
         if len(ids) < size:
             raise self._said(
-                f"the process that reads the streams must keep running, got its end ({self._process.wait()})"
+                f"the process that reads the streams must keep running, got its exit ({self._process.wait()})"
             )
         return State.unpack(numbers), ids.reshape(self._shape)
 

@@ -99,12 +99,12 @@ def _lock(file: IO[str], output_dir: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             warn_once(
-                f"{output_dir} is on a file system without locks ({error.strerror}): no second run would be refused there"
+                f"{output_dir} is on a file system without locks ({error.strerror}): a second run in it would not be refused"
             )
             return
         file.seek(0)
         raise ConfigError(
-            f"output_dir must be in use by one run at a time, got {output_dir}, which {file.read().strip() or 'another process'} "
+            f"output_dir must be used by one run at a time, got {output_dir}, which {file.read().strip() or 'another process'} "
             "writes to; wait for its end, or choose another"
         ) from None
 
@@ -120,7 +120,7 @@ def check_output_dir(output_dir: Path) -> None:
         path, kind = output_dir / name, "folder" if name in FOLDERS else "file"
         if path.is_symlink() and not path.exists():
             raise ConfigError(
-                f"{path} must lead to a {kind}, got a link to {os.readlink(path)!r}, where there is nothing; make that {kind}, or remove the link"
+                f"{path} must point to a {kind}, got a link to {os.readlink(path)!r}, which does not exist; create that {kind}, or remove the link"
             )
         if path.exists() and path.is_dir() != (kind == "folder"):
             raise ConfigError(

@@ -97,7 +97,7 @@ def python_stdlib_files() -> list[Path]:
     files = [file for file in files if file.stat().st_size]
     if not files:
         raise DataError(
-            f"data.source python_stdlib must find the library's source, got no .py file in {root}; "
+            f"data.source python_stdlib must find the standard library's source, got no .py file in {root}; "
             "use another Python, or set data.source to files"
         )
     return files

@@ -71,7 +71,7 @@ def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | No
     elif not isinstance(record[column], str):
         skipped.reject(f"{place}: {column!r} must be a string, got {kind_of(record[column])}")
     elif not is_unicode(record[column]):
-        skipped.reject(f"{place}: {column!r} must be Unicode text, got a lone surrogate (half of a character)")
+        skipped.reject(f"{place}: {column!r} must be Unicode text, got a lone surrogate")
     elif not record[column].strip():
         skipped.reject(f"{place}: {column!r} must hold text, got an empty string")
     else:

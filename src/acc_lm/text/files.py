@@ -51,9 +51,9 @@ def _matches(pattern: str, key: str) -> list[Path]:
         hint = f"paths are relative to {os.getcwd()}" if not os.path.isabs(pattern) else f"correct {key}"
         hint = f"nearest: {os.path.join(folder, near[0])}" if near else hint
         if os.path.isdir(full):
-            wanted = f"name a file; a folder is named with a glob such as {os.path.join(pattern, '*.txt')}"
+            wanted = f"name a file, or a folder by a glob such as {os.path.join(pattern, '*.txt')}"
         else:
-            wanted = "fit at least one file" if glob.has_magic(full) else "name an existing file"
+            wanted = "match at least one file" if glob.has_magic(full) else "name an existing file"
         raise DataError(f"{key} must {wanted}, got {pattern!r}; {hint}")
     return [Path(match).absolute() for match in matches]
 
@@ -98,7 +98,7 @@ def read_files(files: list[Path], read: TextReader, skipped: Skipped, only_recor
                     count += 1
                     yield Document(text, None, place)
         elif only_records:
-            raise DataError(f"{file} must hold records for this data.format, got a text file; name others")
+            raise DataError(f"{file} must hold records for this data.format, got a text file; name other files")
         else:
             text = _whole_text(file)
             if text.strip():
@@ -124,8 +124,8 @@ def _whole_text(file: Path) -> str:
     first = [next(lines, ""), next(lines, "")]
     if all(map(_is_json_object, first)) and all(map(_is_json_object, lines)):
         raise DataError(
-            f"{file} must be text, got a JSON object on every line; give it a name that ends in .jsonl, "
-            "or make the JSON the text of a record to learn the braces too"
+            f"{file} must be text, got a JSON object on every line; rename it to end in .jsonl, "
+            "or store the JSON as the text of a record to train on its braces too"
         )
     return text
 
@@ -256,7 +256,7 @@ def _no_table(file: Path, kind: str, error: Exception) -> Exception:
     """Error for a file that pyarrow cannot read; an error of the system is returned unchanged."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    return DataError(f"{file} must be {kind}, got {' '.join(str(error).split())[:120]}; write it again")
+    return DataError(f"{file} must be {kind}, got {' '.join(str(error).split())[:120]}; write the file again")
 
 
 def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
@@ -322,7 +322,7 @@ def check_content(files: list[Path], extra: str, key: str) -> None:
     if content_keys(files, extra)[0] != key:
         newest = max(files, key=lambda file: file.stat().st_mtime_ns)
         raise DataError(
-            f"{newest} must stay as it is while it is read, got other content at the end; start again once it is complete"
+            f"{newest} must not change while it is read, got different content at the end; start again once it is complete"
         )
 
 

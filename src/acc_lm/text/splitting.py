@@ -120,12 +120,12 @@ def _choose(
             total += weight
     if not can_cut and len(distinct) == 1:
         raise DataError(
-            "data: the conversations must be two different ones at least, got one; add some, or data.eval_files"
+            "data: the conversations must include at least two different ones, got one; add some, or data.eval_files"
         )
     if not can_cut and not chosen:
         least = math.ceil(1000 * weights.min() / weights.sum() / 2) / 1000
         raise DataError(
-            f"data.eval_fraction must be at least {least:g} to hold out a whole one of these conversations, got {fraction:g}; "
+            f"data.eval_fraction must be at least {least:g} to hold out one complete conversation, got {fraction:g}; "
             "raise it, or add data.eval_files"
         )
     if not (can_cut and left_out and total < wanted / 2):

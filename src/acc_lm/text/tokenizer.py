@@ -58,8 +58,8 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTok
     except Exception as error:  # each loader raises its own kinds; each means that there is no usable tokenizer
         if "trust_remote_code" in str(error):
             raise ConfigError(
-                f"{key} must be a tokenizer without code of its own, got {name!r}, which brings some; "
-                "read it, then set model.trust_remote_code=true"
+                f"{key} must be a tokenizer without its own code, got {name!r}, which contains some; "
+                "review it, then set model.trust_remote_code=true"
             ) from None
         raise ConfigError(
             f"{key} must have a tokenizer, got {name!r}: {first_line(error)}; check the name, or use a local folder"
