@@ -77,9 +77,9 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         and run is None
         and not any(o.startswith(("data.files=", "data.source=")) for o in request.overrides)
     ):
-        is_there = "is in no run" if Path(model).is_dir() else "is no folder here and so in no run"
+        is_there = "is not in a run" if Path(model).is_dir() else "is not a folder here, so not in a run"
         raise ConfigError(
-            f"--data must name files to evaluate on, got none, and {request.model} {is_there}, which would define the held-out text; add it"
+            f"--data must name files to evaluate on, got none, and {request.model} {is_there} whose held-out text could be used; add --data"
         )
     recipe = load_config(run / RECIPE).model_dump(mode="json") if run else {}
     data: dict[str, Any] = dict(recipe.get("data", {})) | {
@@ -140,8 +140,8 @@ def environment_of(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # damaged, or written by an earlier version
     raise CheckpointError(
-        f"{run}/environment.json must record which text the run was trained on, got no such entry; "
-        "start the run again, which writes it even if no step is left, or name what to score with --data"
+        f"{run}/environment.json must name the text that the run was trained on, got no such entry; "
+        "start the run again, which writes it even if there is nothing left to train, or name the text to score with --data"
     )
 
 
@@ -164,12 +164,12 @@ def check_tokenizer(run: Path, tokenizer: Any) -> None:
         known = read_tokenizer(run / "tokenizer")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; restore its files, or name what to score with --data"
+            f"{run}/tokenizer must hold the tokenizer of the run, got: {first_line(error)}; restore its files, or name the text to score with --data"
         ) from None
     if (tokenizer_key(known), known.chat_template) != (tokenizer_key(tokenizer), tokenizer.chat_template):
         raise CheckpointError(
             f"the model's tokenizer and chat template must be those in {run}/tokenizer, with which the run was trained, got others; "
-            "restore them, or name what to score with --data"
+            "restore them, or name the text to score with --data"
         )
 
 
@@ -184,18 +184,18 @@ def _find_model(name: str) -> tuple[str, Path | None]:
         if not final.is_dir():
             raise ConfigError(
                 f"MODEL must be a run that has exported its model, got {name} without final/; evaluate its newest checkpoint with "
-                "train.py --eval-only, or make a model of it: acc-lm checkpoint convert-to-hf"
+                "train.py --eval-only, or convert it: acc-lm checkpoint convert-to-hf"
             )
         steps, newest = exported_steps(final), newest_step(folder)
         if steps is not None and newest > steps[1]:
             raise ConfigError(
-                f"MODEL must be a run whose final/ is its newest model, got {name}, which has gone on from step {steps[1]} to {newest} since; "
-                f"let it end, name {final} all the same, or make a model of the newest: acc-lm checkpoint convert-to-hf"
+                f"MODEL must be a run whose final/ is its newest model, got {name}, which has since continued from step {steps[1]} to {newest}; "
+                f"let it finish, name {final} anyway, or convert the newest checkpoint: acc-lm checkpoint convert-to-hf"
             )
         return str(final), folder
     if (folder / MANIFEST).is_file():
         raise ConfigError(
-            f"MODEL must be the folder of a model, got the checkpoint {name}; make one of it: acc-lm checkpoint convert-to-hf {name} OUTPUT"
+            f"MODEL must be the folder of a model, got the checkpoint {name}; convert it: acc-lm checkpoint convert-to-hf {name} OUTPUT"
         )
     if folder.is_dir():
         parent = folder.resolve().parent
