@@ -463,7 +463,7 @@ def test_text_tokenizer_and_base_are_identified_by_content_wherever_they_are(
     refused = run_training([*tiny, "model.config=null", *changed, "training.max_steps=4"], expect=5)
     (line,) = refused.errors
     assert (
-        f"step-00000003 must have started from the base model at {tmp_path}/changed, got one that began from other"
+        f"step-00000003 must have started from the base model at {tmp_path}/changed, got one that started from other"
         in line
     )
 

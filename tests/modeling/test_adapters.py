@@ -572,7 +572,7 @@ def test_an_adapter_for_another_base_cannot_be_resumed(bases: Bases, recipe: lis
     shutil.copy(bases["other"] / "model.safetensors", base)  # the same sizes, the same header, other weights
     refused = run_training([*arguments, "training.max_steps=8"], count, environment, expect=5)
     assert len(refused.errors) == 1
-    assert "step-00000006 must be of an adapter for this base, got one for other weights; put back the model" in refused.errors[0]  # fmt: skip
+    assert "step-00000006 must be of an adapter for this base, got one for other weights; restore the model" in refused.errors[0]  # fmt: skip
     assert not (tmp_path / "run/checkpoints/step-00000007").exists()
 
 

@@ -453,7 +453,7 @@ def test_a_stream_that_reaches_its_end_begins_again_and_says_so(streamed: list[s
 
 
 def test_a_dry_run_and_an_evaluation_work_on_streams(streamed: list[str]) -> None:
-    assert "everything works here" in run_training([*streamed, "--dry-run"]).output
+    assert "everything works" in run_training([*streamed, "--dry-run"]).output
     run_training([*streamed, "training.max_steps=2"])
     assert "eval loss" in run_training([*streamed, "--eval-only"]).output
 

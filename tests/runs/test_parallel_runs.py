@@ -68,7 +68,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(
     assert f"must be used by one run at a time, got {run}, which process {first.pids[0]} on " in line
     assert not (run / "summary.json").exists()
     dry_run = run_training([*tiny, "--dry-run"])
-    assert "dry run: everything works here" in dry_run.output
+    assert "dry run: everything works" in dry_run.output
     os.kill(first.pids[0], signal.SIGKILL)
     first.wait()
     more = [*tiny, "training.max_steps=4000", "training.eval_every=null", "training.max_minutes=0.01"]

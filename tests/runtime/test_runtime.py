@@ -129,7 +129,7 @@ def test_a_launch_that_silently_starts_one_process_is_refused(
     assert done.returncode == 1, "accelerate launch turns every code into 1"
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "must start the processes it was asked for, got one process" in errors[0]
+    assert "must start the requested number of processes, got one process" in errors[0]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("environment_error", 4)
 
@@ -248,7 +248,7 @@ FIND = "training.find_micro_batch_size=true"
 REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
     "a size that is fixed once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which needs the size when it is built"),
-    "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that lacks memory leaves the others waiting"),
+    "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that runs out of memory leaves the others waiting"),
     "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
     "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file, got '/nowhere/text.jsonl'"),
     "no text to compare with": ({"distributed_type": "MULTI_GPU"}, ["data.evaluation_sets={other: [/nowhere/text.jsonl]}"], 3, "data.evaluation_sets.other must name an existing file"),
@@ -366,7 +366,7 @@ def test_requirements_missing_on_a_gpu_machine_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(MachineError, match="must be fp16 or no on Old GPU, got bf16, which it does not have"):
+    with pytest.raises(MachineError, match="must be fp16 or no on Old GPU, got bf16, which it does not support"):
         checked_precision("bf16", has_accelerator=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(

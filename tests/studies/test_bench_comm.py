@@ -108,7 +108,7 @@ def test_bench_comm_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypa
     (["--sizes", "4 bananas"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '4 bananas'; write them like these"),
     (["--sizes", "1KiB,2"], "--sizes must be sizes of 4 bytes or more such as 4KiB,1MiB,256MiB, got '1KiB,2'; write them like these"),
     (["--parts", "hooks,buckets,colectives"], "--parts must be among collectives, buckets, memory, hooks, accumulation, data-parallel, got 'colectives'"),
-    (["--processes", "1"], "--processes must be at least 2, so that there is something to exchange, got 1; raise it"),
+    (["--processes", "1"], "--processes must be at least 2 to exchange something, got 1; raise it"),
     (["--repeats", "0"], "--repeats must be at least 1, got 0; raise it"),
     (["--config", "nowhere.yaml"], "nowhere.yaml must be a recipe file, got nothing there"),
 ])  # fmt: skip

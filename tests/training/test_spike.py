@@ -111,7 +111,7 @@ def test_without_a_checkpoint_there_is_nothing_to_rewind_to(tiny: list[str], tmp
     arguments = [*tiny, *LONG, "checkpoint.every=null", "training.on_spike=rewind", f"output_dir={tmp_path / 'run'}"]
     finished = train_disturbed(arguments)
     assert finished.code == 6, finished.output
-    assert "got a jump and nothing to rewind to; lower checkpoint.every" in finished.errors[0]
+    assert "got a jump without a checkpoint to rewind to; lower checkpoint.every" in finished.errors[0]
 
 
 def test_an_ordinary_noisy_loss_is_no_jump() -> None:

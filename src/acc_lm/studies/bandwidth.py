@@ -88,9 +88,7 @@ def bench_comm(
     devices = num_accelerators()
     count = num_processes or (devices if devices > 1 else 2)
     if count < 2:
-        raise ConfigError(
-            f"--processes must be at least 2, so that there is something to exchange, got {count}; raise it"
-        )
+        raise ConfigError(f"--processes must be at least 2 to exchange something, got {count}; raise it")
     check_num_processes(count, "--processes")
     shape = [*(DEFAULT_SHAPE if recipe is None else ()), *overrides, "tracking.report_to=[]"]
     load_config(recipe or DEFAULT_RECIPE, shape)
