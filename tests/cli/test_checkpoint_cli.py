@@ -240,7 +240,7 @@ def test_an_older_checkpoint_cannot_be_converted_and_says_so(
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "model_config"}))
     monkeypatch.setattr(checkpoint, "_whole", lambda folder: None)  # its checksum is not the subject here
     assert main(["checkpoint", "convert-to-hf", str(file.parent), str(tmp_path / "model")]) == 5
-    assert "must contain model_config, got none in its state.json" in capsys.readouterr().err
+    assert "must describe its model, got no model_config in its state.json" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_was_moved_needs_a_tokenizer(

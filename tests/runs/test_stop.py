@@ -381,7 +381,7 @@ def test_a_process_stuck_in_a_library_leaves_when_its_launcher_is_gone(tmp_path:
     process.send_signal(signal.SIGTERM)
     psutil.wait_procs([process], timeout=20)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    assert "stuck in a library, and the launcher is gone: leaving" in launch.outputs()[0]
+    assert "stuck in a library, and the launcher is gone: exiting" in launch.outputs()[0]
 
 
 def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path: Path) -> None:

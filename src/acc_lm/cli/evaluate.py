@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file or glob of text or conversations; repeat it for several (default: what the run held out)",
     )
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="write one line of JSON per document")
-    parser.add_argument("--generate", action="store_true", help="answer each prompt, and compare with the given answer")
     parser.add_argument(
         "--generate", action="store_true", help="answer each prompt, and compare with the reference answer"
     )

@@ -48,7 +48,7 @@ def _at_home(value: str) -> str:
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
         raise ValueError(
-            f"must start with the home folder of a user of this machine, got {value!r}; write the path in full"
+            f"must start with the home folder of an existing user, got {value!r}; write the path in full"
         )
     return expanded
 
