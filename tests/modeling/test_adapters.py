@@ -368,7 +368,7 @@ def test_each_refusal_of_4_bits_is_one_line(
     environment = launcher_environment(ROOT / "accelerate_configs/fsdp2.yaml", 2)
     overrides = ["adapter.quantize_base=nf4", f"output_dir={tmp_path / 'run'}"]
     finished = run_training([*recipe, *overrides], 2, environment, expect=4)
-    assert "error: adapter.quantize_base must be none under fsdp2, which cannot divide" in finished.output
+    assert "error: adapter.quantize_base must be none under fsdp2, which cannot shard" in finished.output
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn.modules", None)
     with pytest.raises(ConfigError, match="without bitsandbytes, got nf4; pip install bitsandbytes"):
         build(bases, four_bits)

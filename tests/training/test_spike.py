@@ -60,7 +60,7 @@ def test_a_rewound_run_equals_one_that_left_those_steps_out(
     finished = train_disturbed([*tiny, *LONG, "training.on_spike=rewind", f"output_dir={run}"], num_processes)
     assert finished.codes == [0] * num_processes, finished.outputs
     assert finished.output.count("warning: the loss jumped to") == 1
-    assert "rewound to the weights of step 18; what steps 19 to 21 did is undone" in finished.output
+    assert "rewound to the weights of step 18; the effect of steps 19 to 21 is undone" in finished.output
     without = [*tiny, *LONG, "training.max_nonfinite_steps=9", f"output_dir={oracle}"]
     assert train_with_bad_losses(without, (19, 20, 21), num_processes, float("nan")).codes == [0] * num_processes
     assert different(tensors_of(run, 30), tensors_of(oracle, 30)) == []
@@ -166,4 +166,4 @@ def test_a_checkpoint_without_losses_can_be_resumed_and_rewound_to(tiny: list[st
     (folder / MANIFEST).write_text(json.dumps(manifest))
     finished = train_disturbed(options)
     assert finished.codes == [0], finished.output
-    assert "rewound to the weights of step 2; what steps 3 to 21 did is undone" in finished.output
+    assert "rewound to the weights of step 2; the effect of steps 3 to 21 is undone" in finished.output

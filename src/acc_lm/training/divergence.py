@@ -169,7 +169,7 @@ class Watch:
         self._rewinds = (to, self._rewinds[1] + 1 if self._rewinds[0] == to else 1)
         self.num_skipped, self._in_spike = num_skipped, False
         self._recent = deque(recent_losses, maxlen=WINDOW)
-        self._lines.append(f"rewound to the weights of step {to}; the effect of steps {to + 1} to {step} did is undone")
+        self._lines.append(f"rewound to the weights of step {to}; the effect of steps {to + 1} to {step} is undone")
         if self._rewinds[1] > MOST_REWINDS:
             raise DivergedError(
                 f"the loss must not jump again, got a jump after each of {MOST_REWINDS} rewinds to step {to}; {DIVERGENCE_ADVICE}"
