@@ -51,7 +51,7 @@ def main(page: Path | None) -> None:
         print(lines[-1], flush=True)
     lines += [
         "",
-        "DeepSpeed always updates in float32 and refuses float64 with `model.dtype must be float32 under DeepSpeed`.",
+        "DeepSpeed updates in float32 whatever the model's dtype: `model.dtype must be float32 under DeepSpeed`, says the refusal.",
         "",
         "Collectives of one optimizer step of four micro-batches (GPT-2, two blocks, two processes), as calls of torch's c10d. In every "
         "micro-batch FSDP2 gathers the weights of its four units (two blocks, the tied embedding with norm and head, the position embedding) and "

@@ -101,7 +101,7 @@ def test_verification_by_size_detects_only_truncation_and_changed_headers(run: P
     )
     cases = {
         "tensors-00000-of-00001.safetensors has": written[:-1],
-        "is no safetensors file": written[:20] + b"}" + written[21:],
+        "is not a safetensors file": written[:20] + b"}" + written[21:],
     }
     for says, data in cases.items():
         tensors.write_bytes(data)
@@ -335,7 +335,7 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_start_over(run: Path,
         start("training.max_steps=8")
     assert refused.value.problems == (
         f"{run}/final was made by another recipe: training.max_steps was 6, is 8",
-        f"there is no checkpoint of it to resume from; choose another output_dir (output_dir={run}-2), or remove {run}/final to "
+        f"it has no checkpoint to resume from; choose another output_dir (output_dir={run}-2), or remove {run}/final to "
         "start from scratch",
     )
     with pytest.raises(CheckpointError, match="seed was 7, is 8"):
@@ -349,7 +349,7 @@ def test_a_finished_run_that_lost_its_checkpoints_does_not_start_over(run: Path,
     with pytest.raises(ConfigError, match=r"checkpoint\.resume must be auto for .* holds a finished run, got never"):
         start("checkpoint.resume=never")
     (run / "summary.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="must belong to a run with checkpoints or a summary, got neither"):
+    with pytest.raises(CheckpointError, match="must belong to a known run, got one without checkpoints"):
         start()
     shutil.rmtree(run / "final")
     assert start() is None
@@ -390,7 +390,7 @@ def test_a_diverged_run_is_not_saved_and_exits_6(tiny: list[str], tmp_path: Path
     ]
     finished = run_training([*tiny, *huge, "training.log_every=1"], expect=6)
     (line,) = finished.errors
-    assert "the gradient must be finite, got 3 of 3 tolerated steps in a row where it was not, in step" in line
+    assert "the gradient must be finite, got 3 of 3 tolerated non-finite steps in a row, in step" in line
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "diverged"
     for step in steps_of(tmp_path / "run"):
         from safetensors.torch import load_file

@@ -623,7 +623,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
     "other columns": (["CHAT", "--data", "HERE/columns.jsonl"], 3, "must have a column 'text', got 'question', 'answer'"),
     "no column of references": (["CHAT", "--data", "CHATS", "--generate", "--references-column", "gold"], 3, "chats.jsonl:1: must have a column 'gold'"),
-    "references of another kind": (["CHAT", "--data", "HERE/numbers.jsonl", "--generate", "--references-column", "gold"], 3, "'gold' must be a string or a list of some, got a number"),
+    "references of another kind": (["CHAT", "--data", "HERE/numbers.jsonl", "--generate", "--references-column", "gold"], 3, "'gold' must be a string or a list of strings, got a number"),
     "references alone": (["CHAT", "--references-column", "gold"], 2, "--references-column must come with --generate"),
     "prompts in text": (["TEXT", "--generate"], 2, "--generate must have prompts, got plain text"),
     "predictions that are there": (["CHAT", "--predictions", "HERE/columns.jsonl"], 2, "--predictions must be a new file, got"),

@@ -110,7 +110,7 @@ def test_a_checkpoint_whose_tensors_are_pickled_is_named_and_skipped(
     manifest["files"][file.name] = {"size": file.stat().st_size, "xxh3_128": format.checksum(file)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     finished = run_training([*tiny, "training.max_steps=4"])
-    assert f"{folder} was skipped: {file.name} is no safetensors file" in finished.output
+    assert f"{folder} was skipped: {file.name} is not a safetensors file" in finished.output
     assert "step-00000002 at step 2" in finished.output
     assert not payload.file.exists()
 
@@ -189,7 +189,10 @@ UNTRUSTED: dict[Callable[[Path, Payload], None], tuple[int, str]] = {
     with_code: (2, "read it, then set model.trust_remote_code=true"),
     tokenizer_with_code: (2, "must be a tokenizer without its own code, got"),
     generation_with_code: (0, ""),
-    kernel_of_the_hub: (2, "got the attention 'someone/attention', which is code of the Hub; read it, then set model."),
+    kernel_of_the_hub: (
+        2,
+        "got the attention 'someone/attention', which is code from the Hub; read it, then set model.",
+    ),
     only_pickle: (2, "convert them (weights in pickle are not loaded)"),
     index_of_pickles: (2, "model.name_or_path must be"),
 }
@@ -343,7 +346,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "absolute": (renamed("/etc/passwd"), r"manifest.json lists \['/etc/passwd'"),
     "huge": (of_size(10**30), r"tensors-.* has \d+ bytes instead of 1000000000000000000000000000000"),
     "no number": (of_size("\x1b[2J"), r"tensors-.* has \d+ bytes instead of '\\x1b\[2J'"),
-    "twice": (twice, r"manifest.json cannot be read \('state.json' stands in it twice"),
+    "twice": (twice, r"manifest.json cannot be read \('state.json' is in it twice"),
     "nested": (lambda f, _: (f / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
     "longer than any": (
         lambda f, _: os.truncate(f / "manifest.json", 1 << 30),

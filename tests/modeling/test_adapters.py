@@ -376,7 +376,7 @@ def test_each_refusal_of_4_bits_is_one_line(
 
 def test_dry_run_tries_an_adapter_and_leaves_nothing(recipe: list[str], tmp_path: Path) -> None:
     finished = run_training([*recipe, f"output_dir={tmp_path / 'run'}", "--dry-run"])
-    assert "every tensor is bit for bit what was saved" in finished.output
+    assert "every tensor is restored bit for bit" in finished.output
     assert not (tmp_path / "run").exists()
 
 
@@ -497,8 +497,8 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
         ["adapter.target_modules=[q_proj, query]"], 2,
         "adapter.target_modules must be all-linear or among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, got 'query'",
     ),
-    "the head": (["adapter.target_modules=[lm_head]"], 2, "got 'lm_head', the output head; name layers of the model"),
-    "an embedding": (["adapter.target_modules=[embed_tokens]"], 2, "got 'embed_tokens'; name layers of the model"),
+    "the head": (["adapter.target_modules=[lm_head]"], 2, "got 'lm_head', the output head; name some of these"),
+    "an embedding": (["adapter.target_modules=[embed_tokens]"], 2, "got 'embed_tokens'; name some of these"),
     "no layer": (["adapter.target_modules=[]"], 2, "got 'nothing'"),
     "a copy of the head": (["adapter.modules_to_save=[lm_head]"], 2, "adapter.modules_to_save must be a known key"),
     "an unknown kind": (["adapter.kind=qlora"], 2, "adapter.kind must be one of none, lora"),
@@ -517,7 +517,7 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "both ways to freeze": (["model.freeze=[lm_head*]"], 2, "model.freeze must be empty with an adapter"),
     "a pattern without a match": (
         ["adapter.kind=none", "model.freeze=[model.embed*, model.layers.7.*]"], 2,
-        "model.freeze must match names of parameters, got 'model.layers.7.*', which matches none; they are like model.embed_tokens.weight, ",
+        "model.freeze must match names of parameters, got 'model.layers.7.*', which matches none; use names such as model.embed_tokens.weight, ",
     ),
     "everything frozen": (["adapter.kind=none", "model.freeze=['*']"], 2, "model.freeze must leave something to train, got ['*']"),
 }  # fmt: skip
@@ -572,7 +572,7 @@ def test_an_adapter_for_another_base_cannot_be_resumed(bases: Bases, recipe: lis
     shutil.copy(bases["other"] / "model.safetensors", base)  # the same sizes, the same header, other weights
     refused = run_training([*arguments, "training.max_steps=8"], count, environment, expect=5)
     assert len(refused.errors) == 1
-    assert "step-00000006 must be of an adapter for this base, got one for other weights; restore the model" in refused.errors[0]  # fmt: skip
+    assert "step-00000006 must be of an adapter for this base, got one for other weights; put back the base" in refused.errors[0]  # fmt: skip
     assert not (tmp_path / "run/checkpoints/step-00000007").exists()
 
 
@@ -586,7 +586,7 @@ def damage_settings(**values: Any) -> Callable[[Path, Path, Bases], object]:
 
 DAMAGES: dict[str, tuple[Callable[[Path, Path, Bases], object], str]] = {
     "other weights": (
-        lambda run, base, bases: shutil.copy(bases["other"] / "model.safetensors", base), "must be used with the model that it was trained on",
+        lambda run, base, bases: shutil.copy(bases["other"] / "model.safetensors", base), "must be used with the base that it was trained on",
     ),
     "no base": (lambda run, base, bases: shutil.rmtree(base), "got nothing there; put it back, or correct base_model_name_or_path"),
     "no model there": (lambda run, base, bases: (base / "config.json").unlink(), "the base of the adapter"),

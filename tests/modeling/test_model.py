@@ -283,7 +283,7 @@ def test_positions_counted_from_the_padding_leave_less_room() -> None:
     with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
         model(torch.arange(4, 21)[None], torch.arange(4, 21)[None])
     check_model(ModelConfig(config=fields), None, 300, 16)
-    with pytest.raises(ConfigError, match="max_position_embeddings 277, of which 261 are of no use to it, got 17"):
+    with pytest.raises(ConfigError, match="max_position_embeddings 277, of which it cannot use 261, got 17"):
         check_model(ModelConfig(config=fields), None, 300, 17)
 
 

@@ -206,7 +206,7 @@ def test_routers_that_record_nothing_are_not_taken_for_a_model_without_a_loss(mo
 
     monkeypatch.setattr(_active_collector, "compiling", True)
     with pytest.raises(
-        ConfigError, match=r"model\.router_loss must be off where transformers hands out no router logits, got exact"
+        ConfigError, match=r"model\.router_loss must be off where transformers returns no router logits, got exact"
     ):
         build("mixtral")
     assert build("llama")[1].router is None

@@ -154,7 +154,7 @@ def test_a_peak_is_of_the_device_and_of_the_type_it_computes_in() -> None:
     assert peak_of("cpu (x86_64)", "float32") is None
     given = peak_of("cpu (x86_64)", "float32", 0.1)
     assert given is not None
-    assert (given.flops, given.name) == (1e11, "cpu (x86_64), 0.1 TFLOP/s as the recipe says")
+    assert (given.flops, given.name) == (1e11, "cpu (x86_64), 0.1 TFLOP/s from the recipe")
     assert flops_of(10, 4) == Flops(60, 48)
 
 
@@ -395,7 +395,7 @@ def test_mfu_is_of_all_processes(config: str, tiny: list[str], tmp_path: Path) -
     whole, causal = (facts.flops.of_token(32, half) for half in (False, True))
     count = 1 if config == "single" else 2
     assert re.search(rf"^speed +{whole / 1e3:.3g} kFLOP a token, {causal / 1e3:.3g} with causal attention; "
-                     rf"MFU is of {count} x cpu \(\S+\), 0.25 TFLOP/s as the recipe says$", finished.output, re.M)  # fmt: skip
+                     rf"MFU is of {count} x cpu \(\S+\), 0.25 TFLOP/s from the recipe$", finished.output, re.M)  # fmt: skip
     rows = logged(tmp_path / "run")
     for row in rows:
         expected = row["tokens_per_second"] * whole / (count * 0.25e12)

@@ -373,7 +373,7 @@ def test_a_tracker_that_raises_costs_one_warning_and_nothing_else(
     arguments = [*tiny, "tracking.report_to=[tensorboard]"]
     finished = train_with(arguments, lambda: setattr(TensorBoardTracker, "log", breaks_at_four))
     assert warnings_of(finished) == [
-        "warning: tracking stopped (OSError: the tracker's disk is full); metrics.jsonl is still written"
+        "warning: tracking stopped (OSError: the tracker's disk is full); metrics.jsonl continues"
     ]
     assert [line for line in finished.output.splitlines() if "asked" in line][-1] == "asked to log 4"
     assert_equal_runs(tmp_path / "run", untracked, 6)

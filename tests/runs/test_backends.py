@@ -92,7 +92,7 @@ def test_deepspeed_does_not_take_float64(tiny: list[str]) -> None:
     environment = launcher_environment(ROOT / "accelerate_configs" / "deepspeed_zero2.yaml", 2)
     finished = run_training([*tiny, "model.dtype=float64"], 2, environment, expect=4)
     assert (
-        "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is"
+        "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype"
         in finished.errors[0]
     )
 
@@ -216,7 +216,7 @@ def test_a_dry_run_does_everything_once_and_keeps_nothing(name: str, tiny: list[
     finished = run_training([*tiny, "--dry-run"], num_processes, environment_of(config, num_processes))
     lines = [line for line in finished.output.splitlines() if line.startswith("dry run: ")]
     assert [line.split()[2] for line in lines] == ["step", "evaluate", "save", "load", "everything"]
-    assert "every tensor is bit for bit what was saved" in lines[3]
+    assert "every tensor is restored bit for bit" in lines[3]
     assert f"strategy      {STRATEGY[config][0]}, {num_processes} process" in finished.output
     assert not (tmp_path / "run").exists()
 
@@ -374,7 +374,7 @@ def test_accumulation_that_accelerate_config_wrote_is_overridden_with_a_line(tin
     environment = launcher_environment(ANSWERS / "deepspeed_zero2.yaml", 2)
     finished = run_training([*tiny, "--dry-run", "training.micro_batch_size=3"], 2, environment)
     assert (
-        "gradient_accumulation_steps 1 of the Accelerate config is overruled: the recipe makes it 2" in finished.output
+        "gradient_accumulation_steps 1 of the Accelerate config is overridden: the recipe sets it to 2" in finished.output
     )
 
 
@@ -481,7 +481,7 @@ def test_a_silent_fall_back_to_ddp_is_an_error(tiny: list[str]) -> None:
 
     finished = Launch(run, 2, environment_of("fsdp2", 2)).wait(60)
     assert set(finished.codes) == {4}, finished.output
-    assert "the launch must run fsdp2, as its Accelerate config asks, got ddp" in finished.errors[0]
+    assert "the launch must run fsdp2, as its Accelerate config requests, got ddp" in finished.errors[0]
 
 
 def test_the_blocks_are_the_units_and_small_tensors_are_sharded_too() -> None:

@@ -68,7 +68,7 @@ def test_a_crash_at_a_stage_of_saving_loses_nothing(
     newest = max(folder for folder in (run / "checkpoints").glob("step-*") if (folder / "manifest.json").is_file())
     resumed = run_training(arguments, num_processes)
     assert f"resumed from {newest}" in resumed.output
-    assert "was skipped" not in resumed.output, "leftovers of a crash are no damaged checkpoint"
+    assert "was skipped" not in resumed.output, "what a crash leaves behind is no damaged checkpoint"
     assert_equal_runs(whole[num_processes], run, STEPS)
     assert not list((run / "checkpoints").glob("tmp-*"))
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"

@@ -205,12 +205,12 @@ def test_a_changed_global_batch_continues_at_the_same_row(tiny_recipe: Path, tmp
     shutil.copytree(run, whole, symlinks=True)
     leg(18, 2, folder=whole)
     first = leg(18, 2, killed_at=9)
-    assert "the global batch was 12 rows, is 18: the run continues after the 60 rows that it has seen" in first
+    assert "the global batch was 12 rows, is 18: the run resumes after the 60 rows that it has seen" in first
     again = leg(18, 2)
     assert "at step 8" in again
     assert "the global batch was" not in again
     assert_equal_runs(whole, run, 5 + 8)
-    assert "the global batch was 18 rows, is 12: the run continues after the 204 rows" in leg(12, 3, num_processes=2)
+    assert "the global batch was 18 rows, is 12: the run resumes after the 204 rows" in leg(12, 3, num_processes=2)
 
     num_rows = 97
     assert json.loads((run / "summary.json").read_text())["samples_seen"] == len(sequence) == 60 + 8 * 18 + 8 * 12

@@ -186,7 +186,7 @@ def test_a_longer_run_resumes_and_says_so(tiny: list[str], tmp_path: Path) -> No
     run_training(tiny)
     longer = run_training([*tiny, "training.max_steps=8"])
     assert "resumed from" in longer.output
-    assert "from here on the schedule is that of the new length" in longer.output
+    assert "the schedule of the new length applies from here on" in longer.output
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 8
 
 

@@ -316,7 +316,7 @@ def test_a_missing_requirement_of_fp8_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(
-        MachineError, match=r"on NVIDIA A100, got fp8, which takes compute capability 8.9 and it has 8.0"
+        MachineError, match=r"on NVIDIA A100, got fp8, which needs compute capability 8.9 and it has 8.0"
     ):
         checked_precision("fp8", has_accelerator=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -351,7 +351,7 @@ def test_positions_that_8_bits_cannot_multiply_are_refused_before_any_reading(ti
     with pytest.raises(ConfigError, match=r"must be a multiple of 16 with training.mixed_precision fp8, got 30 x 2"):
         check_run(recipe(30))
     check_run(recipe(24))
-    with pytest.raises(ConfigError, match=r"got 24 x 1; make data.sequence_length one"):
+    with pytest.raises(ConfigError, match=r"got 24 x 1; make data.sequence_length such a multiple"):
         check_rows(recipe(24, "training.find_micro_batch_size=true"), 2)
 
 

@@ -191,7 +191,7 @@ def test_slow_threads_on_a_shared_machine_are_reported(
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     output = run_training([*tiny, "training.max_steps=1", "schedule.warmup_steps=0"]).output
-    assert ("other programs use the 2 cores" in output) == is_said
+    assert ("other processes use the 2 cores" in output) == is_said
     assert (f"(load average {load})" in output) == is_said
 
 

@@ -94,7 +94,7 @@ def test_accelerate_reads_it_and_every_key_has_one_comment(file: Path) -> None:
     assert config.num_machines == (2 if file.stem.startswith("multi_node_") else 1)
     # Accelerate refuses a precision together with a DeepSpeed file; without one it is "no" as well.
     assert config.mixed_precision == (None if file.stem == "deepspeed_zero3_full" else "no"), (
-        "precision is the recipe's"
+        "precision comes from the recipe"
     )
     lines = file.read_text().splitlines()
     header = [line for line in lines if line.startswith("# ")]
@@ -218,7 +218,7 @@ HEAD = "distributed_type: FSDP\nnum_processes: 2\n"
     [
         ("fsdp_config:\n  fsdp_version: 2\n  fsdp_ofload_params: true\n", 5, "did you mean fsdp_offload_params?"),
         ("fsdp_config: {num_processes: 4}\n", 3, "it belongs to the top of the file"),
-        ("fsdp_config: {zero_stage: 3}\n", 3, "it belongs into deepspeed_config"),
+        ("fsdp_config: {zero_stage: 3}\n", 3, "it belongs in deepspeed_config"),
         ("parallelism_config:\n  dp_shard_size: 2\n", 4, "did you mean parallelism_config_dp_shard_size?"),
         ("fsdp_config:\n  fsdp_version: 2\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n", 5, "use fsdp_reshard_after_forward"),
         ("fsdp_config:\n  version: 2\n  use_orig_params: true\n", 5, "with fsdp_version 2"),

@@ -84,7 +84,7 @@ def test_what_the_questionnaire_writes_ends_as_the_doctor_says(
 
 REFUSED_ANSWERS = {
     "fsdp1": "fsdp_version must be 2, got 1",
-    "multi_cpu": "must start the requested number of processes, got one process",
+    "multi_cpu": "must start all requested processes, got one",
     "fsdp2_by_size": "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP",
     "ddp_fullgraph": "dynamo_use_fullgraph must be false under ddp",
 }
@@ -93,8 +93,8 @@ FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
 # Without a recipe; tests/runtime/test_runtime.py compares the lines that need one with those of train.py.
 REFUSED = {
-    "a silent single process": ("distributed_type: MULTI_CPU\nnum_processes: 2\n", [], "got one process (accelerate starts only one for MULTI_CPU"),
-    "several without a strategy": ("distributed_type: 'NO'\nnum_processes: 2\n", [], "must start the requested number of processes, got one process"),
+    "a silent single process": ("distributed_type: MULTI_CPU\nnum_processes: 2\n", [], "got one (accelerate starts only one for MULTI_CPU"),
+    "several without a strategy": ("distributed_type: 'NO'\nnum_processes: 2\n", [], "must start all requested processes, got one"),
     "fp16 on a CPU": (f"{MANY}mixed_precision: fp16\n", [], "mixed_precision of the launch must be bf16 or no on a CPU, got fp16"),
     "a misspelt key": (f"{FSDP}  fsdp_ofload_params: true\n", [], "did you mean fsdp_offload_params?"),
     "no processes": (MANY, ["--num_processes", "0"], "num_processes must be at least 1, got 0"),
@@ -108,7 +108,7 @@ REFUSED = {
     "no such JSON": (f"{DEEPSPEED}  deepspeed_config_file: nowhere.json\n", [], "deepspeed_config_file must exist, got 'nowhere.json'"),
     "a scheduler by hand": (f"{DEEPSPEED}  deepspeed_config_file: ds.json\n", [], "scheduler must be left out, got one"),
     "no libaio": (f"{DEEPSPEED}  zero_stage: 3\n  offload_param_device: nvme\n", [], "must find libaio"),
-    "what Accelerate refuses": ("distributed_type: MULTI_GPU\n", [], "must be one that Accelerate launches, got: You need to manually pass in `--num_processes`"),
+    "what Accelerate refuses": ("distributed_type: MULTI_GPU\n", [], "must be one that Accelerate can launch, got: You need to manually pass in `--num_processes`"),
     "Megatron-LM": ("distributed_type: MEGATRON_LM\nnum_processes: 2\nmegatron_lm_config: {megatron_lm_tp_degree: 1}\n", [], "got Megatron-LM"),
 }  # fmt: skip
 

@@ -164,8 +164,8 @@ def change_a_copy(accelerator: Any, model: Any, optimizer: Any, config: Any) -> 
 def test_a_weight_that_differs_between_copies_is_named(config: str, num_processes: int, other: int) -> None:
     says = run_backend(config, num_processes, [SHORT], change_a_copy)[0].extra["says"]
     assert (
-        f"got another {POISONED} on process {num_processes - 1} than on process {other} after step 7; "
-        "nothing of this step was saved: look at the hardware"
+        f"got a different {POISONED} on process {num_processes - 1} than on process {other} after step 7; "
+        "this step was not saved; check the hardware"
     ) in says
 
 
@@ -206,7 +206,7 @@ def test_a_run_compares_its_copies_as_often_as_the_recipe_says(
     monkeypatch.setattr(acc_lm.training, "train_step", spoil)
     finished = run_training(arguments, num_processes, environment, timeout=60, expect=6)
     (line,) = finished.errors
-    assert "parameters must be equal on every process, got another model.embed_tokens.weight on process" in line
+    assert "parameters must be equal on every process, got a different model.embed_tokens.weight on process" in line
     assert "after step 4" in line
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "diverged"
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] != []

@@ -151,7 +151,7 @@ def test_losses_that_are_non_finite_are_counted_and_end_the_run(
     again = [*tiny, *EACH_STEP, f"output_dir={tmp_path / 'again'}"]
     finished = train_in_fp16(again, num_processes, bad_losses=(3, 4, 5, 6))
     assert finished.codes == [6] * num_processes, finished.outputs
-    assert "got 3 of 3 tolerated steps in a row where it was not, in step 5" in finished.errors[0]
+    assert "got 3 of 3 tolerated non-finite steps in a row, in step 5" in finished.errors[0]
 
 
 def test_gradients_that_overflow_are_a_fault_once_the_scale_is_exhausted(tiny: list[str], tmp_path: Path) -> None:
@@ -164,4 +164,4 @@ def test_gradients_that_overflow_are_a_fault_once_the_scale_is_exhausted(tiny: l
     small = [*tiny, *EACH_STEP, f"output_dir={tmp_path / 'small'}"]
     finished = train_in_fp16(small, scaler={"init_scale": 1.0}, bad_gradients=bad)
     assert finished.code == 6, finished.output
-    assert "got 3 of 3 tolerated steps in a row" in finished.errors[0]
+    assert "got 3 of 3 tolerated non-finite steps in a row" in finished.errors[0]

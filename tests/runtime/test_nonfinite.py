@@ -69,7 +69,7 @@ def test_a_resumed_run_continues_the_counts(tiny: list[str], tmp_path: Path) -> 
     assert train_with_bad_losses(tiny, (3, 5, 6), 1, float("nan")).codes == [0]
     finished = train_with_bad_losses([*tiny, *longer], (7,), 1, float("nan"))
     assert finished.codes == [6], finished.output
-    assert "got 3 of 3 tolerated steps in a row where it was not, in step 7" in finished.errors[0]
+    assert "got 3 of 3 tolerated non-finite steps in a row, in step 7" in finished.errors[0]
     assert train_with_bad_losses([*tiny, *longer], (8,), 1, float("nan")).codes == [0]
     counts = {
         entry["step"]: entry["train/skipped_steps"] for entry in read(tmp_path / "run") if "train/tokens" in entry
@@ -109,7 +109,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_the_newest_checkpoint_is_go
     finished = train_with_bad_losses([*tiny, "training.log_every=1"], (3, 4, 5, 6), 2, float("nan"))
     assert finished.codes == [6, 6], finished.outputs
     (line,) = finished.errors
-    assert "got 3 of 3 tolerated steps in a row where it was not, in step 5 first in that of" in line
+    assert "got 3 of 3 tolerated non-finite steps in a row, in step 5 first in" in line
     assert json.loads((run / "summary.json").read_text())["status"] == "diverged"
     assert sorted(path.name for path in run.glob("nonfinite*")) == [f"nonfinite_step_{step}.json" for step in (3, 4, 5)]
     from safetensors.torch import load_file
@@ -180,8 +180,8 @@ def test_a_batch_without_any_target_is_not_divergence(tiny: list[str], tmp_path:
 
 @pytest.mark.parametrize(("kinds", "num_skipped", "lines", "ends"), [
     (["", "loss", "", "", ""], 1, 1, ""), (["gradient"] * 4, 4, 0, ""), (["loss", "gradient", "loss", "", "loss", "loss"], 5, 4, ""),
-    (["", "loss", "loss", "loss"], 3, 3, "got 3 of 3 tolerated steps in a row"),
-    (["gradient"] * 7, 7, 3, "got 3 of 3 tolerated steps in a row"),
+    (["", "loss", "loss", "loss"], 3, 3, "got 3 of 3 tolerated non-finite steps in a row"),
+    (["gradient"] * 7, 7, 3, "got 3 of 3 tolerated non-finite steps in a row"),
 ], ids=["a loss", "gradients", "not in a row", "losses in a row", "no scale is left"])  # fmt: skip
 def test_fp16_skips_and_counts_and_ends_only_by_losses_or_without_a_scale(
     kinds: list[str], num_skipped: int, lines: int, ends: str, tmp_path: Path

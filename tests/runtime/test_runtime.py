@@ -129,7 +129,7 @@ def test_a_launch_that_silently_starts_one_process_is_refused(
     assert done.returncode == 1, "accelerate launch turns every code into 1"
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "must start the requested number of processes, got one process" in errors[0]
+    assert "must start all requested processes, got one" in errors[0]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("environment_error", 4)
 
@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "nccl on CPU processes": ({}, ["distributed.backend=nccl"], 2, "distributed.backend must be gloo or null on CPU processes, got nccl"),
     "bf16 hook on CPU processes": ({}, ["distributed.comm_hook=bf16"], 2, "distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got bf16"),
     "a hook that fails in torch": ({}, ["distributed.comm_hook=batched_power_sgd", "training.max_steps=1000"], 2, "which fails inside torch from step 1000 on"),
-    "one graph under DDP": (compiled(backend="EAGER", use_fullgraph=True), [], 2, "dynamo_use_fullgraph must be false under ddp, which interrupts the graph to send and receive, got true"),
+    "one graph under DDP": (compiled(backend="EAGER", use_fullgraph=True), [], 2, "dynamo_use_fullgraph must be false under ddp, which breaks the graph to communicate, got true"),
     "CUDA graphs and accumulation": (compiled(backend="INDUCTOR", mode="reduce-overhead"), ["training.micro_batch_size=3"], 2, "dynamo_mode must be default or max-autotune-no-cudagraphs with 2 micro-batches in a step"),
     # FSDP
     "units by size": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}}, [], 2, "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP or NO_WRAP, got SIZE_BASED_WRAP"),
@@ -187,8 +187,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "ZeRO stage 0": (DEEPSPEED | {"deepspeed_config": {"zero_stage": 0}}, [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0, which shards nothing"),
     "ZeRO stage 0 by hand": (by_hand(zero_optimization={"stage": 0}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0"),
     "no ZeRO by hand": (by_hand(zero_optimization={}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got 0"),
-    "float64 under DeepSpeed": (DEEPSPEED, ["model.dtype=float64"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is, got float64"),
-    "bfloat16 under DeepSpeed": (DEEPSPEED, ["model.dtype=bfloat16"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is, got bfloat16"),
+    "float64 under DeepSpeed": (DEEPSPEED, ["model.dtype=float64"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype, got float64"),
+    "bfloat16 under DeepSpeed": (DEEPSPEED, ["model.dtype=bfloat16"], 2, "model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype, got bfloat16"),
     "a section that is none": (by_hand(fp16=True), [], 2, "ds.json: fp16 must be a mapping, got true"),
     "a stage in quotes": (by_hand(zero_optimization={"stage": "2"}), [], 2, "the ZeRO stage of the Accelerate config must be 1, 2 or 3, got '2'; write one of these numbers"),
     "no such file": (DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": "/nowhere.json"}}, [], 2, "deepspeed_config_file must exist, got '/nowhere.json'"),
@@ -197,12 +197,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another micro-batch": (by_hand(train_micro_batch_size_per_gpu=2), [], 2, "train_micro_batch_size_per_gpu must be auto or the recipe's value (training.micro_batch_size: 6), got 2"),
     "another accumulation": (by_hand(gradient_accumulation_steps=4), [], 2, "gradient_accumulation_steps must be auto or the recipe's value (training.global_batch_size / (micro_batch_size x processes): 1), got 4"),
     "another clipping": (by_hand(gradient_clipping=0.3), [], 2, "gradient_clipping must be auto or the recipe's value (optimizer.max_grad_norm: 1.0), got 0.3"),
-    "an optimizer by hand": (by_hand(optimizer={"type": "AdamW"}), [], 2, "optimizer must be left out, got one; the recipe's optimizer section is handed over"),
-    "a scheduler by hand": (by_hand(scheduler={"type": "WarmupLR"}), [], 2, "scheduler must be left out, got one; the recipe's scheduler section is handed over"),
-    "bf16 by hand": (by_hand(bf16={"enabled": True}), [], 2, "bf16.enabled must be auto or false, got true; precision is the recipe's"),
-    "no bf16 by hand": (by_hand(bf16={"enabled": False}), ["training.mixed_precision=bf16"], 2, "bf16.enabled must be auto or true, got false; precision is the recipe's"),
-    "fp16 by hand": (by_hand(fp16={"enabled": True}), [], 2, "fp16.enabled must be auto or false, got true; precision is the recipe's"),
-    "autocast by hand": (by_hand(torch_autocast={"enabled": True}), [], 2, "torch_autocast must be left out; precision is the recipe's"),
+    "an optimizer by hand": (by_hand(optimizer={"type": "AdamW"}), [], 2, "optimizer must be left out, got one; the recipe's optimizer section is used instead"),
+    "a scheduler by hand": (by_hand(scheduler={"type": "WarmupLR"}), [], 2, "scheduler must be left out, got one; the recipe's scheduler section is used instead"),
+    "bf16 by hand": (by_hand(bf16={"enabled": True}), [], 2, "bf16.enabled must be auto or false, got true; precision comes from the recipe"),
+    "no bf16 by hand": (by_hand(bf16={"enabled": False}), ["training.mixed_precision=bf16"], 2, "bf16.enabled must be auto or true, got false; precision comes from the recipe"),
+    "fp16 by hand": (by_hand(fp16={"enabled": True}), [], 2, "fp16.enabled must be auto or false, got true; precision comes from the recipe"),
+    "autocast by hand": (by_hand(torch_autocast={"enabled": True}), [], 2, "torch_autocast must be left out; precision comes from the recipe"),
 }  # fmt: skip
 
 
@@ -247,8 +247,8 @@ FIND = "training.find_micro_batch_size=true"
 # As above, for problems that show only once the recipe is read, and with an exit code
 REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
-    "a size that is fixed once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which needs the size when it is built"),
-    "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that runs out of memory leaves the others waiting"),
+    "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which fixes the size when it is built"),
+    "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that lacks memory leaves the others waiting"),
     "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
     "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file, got '/nowhere/text.jsonl'"),
     "no text to compare with": ({"distributed_type": "MULTI_GPU"}, ["data.evaluation_sets={other: [/nowhere/text.jsonl]}"], 3, "data.evaluation_sets.other must name an existing file"),
@@ -296,7 +296,7 @@ def test_a_launch_is_recognised_by_all_of_its_variables_together(
         "a job of one worker"
     )
     for variables, says in {
-        (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")): "fsdp2, which ACCELERATE_USE_FSDP=true asks for, must be started by a launcher, got one process",
+        (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")): "fsdp2, which ACCELERATE_USE_FSDP=true requests, must be started by a launcher, got one process",
         (("WORLD_SIZE", "8"),): "RANK must be set next to WORLD_SIZE=8, as every launcher does, got none",
         (("WORLD_SIZE", "abc"),): "WORLD_SIZE must be a whole number, as launchers set it, got 'abc'",
         (("WORLD_SIZE", "2"), ("RANK", "2")): "RANK must be below WORLD_SIZE=2, got 2",
@@ -380,8 +380,8 @@ def test_settings_of_the_launch_that_the_recipe_overrides_are_a_note(tiny: list[
     settings = {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.1}
     environment = environment_for(DEEPSPEED | {"deepspeed_config": settings}, 2, tmp_path)
     output = run_training([*tiny, "training.max_steps=2", "schedule.warmup_steps=1"], 2, environment).output
-    assert "gradient_accumulation_steps 4 of the Accelerate config is overruled: the recipe makes it 1" in output
-    assert "gradient_clipping 0.1 of the Accelerate config is overruled: the recipe makes it 1.0" in output
+    assert "gradient_accumulation_steps 4 of the Accelerate config is overridden: the recipe sets it to 1" in output
+    assert "gradient_clipping 0.1 of the Accelerate config is overridden: the recipe sets it to 1.0" in output
 
 
 def test_a_process_with_a_small_share_takes_it_in_one_micro_batch() -> None:
@@ -416,7 +416,7 @@ def test_processes_that_do_not_find_each_other_are_refused() -> None:
         return "nothing was refused"
 
     for message in run_everywhere(run, 2):
-        assert "got 2 processes (WORLD_SIZE) where Accelerate sees 1" in message
+        assert "got 2 processes (WORLD_SIZE) where it sees 1" in message
 
 
 def test_a_global_batch_that_does_not_divide_names_all_three_numbers(tiny: list[str]) -> None:
@@ -556,18 +556,18 @@ def test_the_communication_hook_of_the_recipe_is_registered_with_its_arguments(h
 def test_the_effects_of_a_hook_on_a_run_are_reported(tiny: list[str]) -> None:
     quick = [*tiny, "training.max_steps=2", "schedule.warmup_steps=1"]
     output = run_training([*quick, "distributed.comm_hook=power_sgd"], 2).output
-    assert "power_sgd keeps state that no checkpoint has: a resumed run is not bit-identical" in output
+    assert "power_sgd keeps state that checkpoints do not contain: a resumed run is not bit-identical" in output
     environment = launcher_environment(CONFIGS / "fsdp2.yaml", 2)
     output = run_training(
         [*quick, "output_dir=" + quick[2].split("=")[1] + "-2", "distributed.comm_hook=fp16"], 2, environment
     ).output
-    assert "distributed.comm_hook fp16 is for DDP and has no effect under fsdp2" in output
+    assert "distributed.comm_hook fp16 is for DDP and does nothing under fsdp2" in output
 
 
 def test_bf16_is_used_when_the_recipe_or_the_launch_says_so(tiny: list[str], tmp_path: Path) -> None:
     by_recipe = run_training([*tiny, "training.mixed_precision=bf16"], environment={"ACCELERATE_MIXED_PRECISION": "no"})
     assert "float32 weights, bfloat16 autocast compute, float32 reduction" in by_recipe.output
-    assert "precision bf16 is the recipe's; the Accelerate config's no is overruled" in by_recipe.output
+    assert "precision bf16 comes from the recipe and overrides the Accelerate config's no" in by_recipe.output
     run_training([*tiny, f"output_dir={tmp_path / 'b'}"], environment={"ACCELERATE_MIXED_PRECISION": "bf16"})
     run_training([*tiny, f"output_dir={tmp_path / 'c'}"])
     first, second, plain = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("run", "b", "c"))

@@ -59,8 +59,8 @@ def test_a_rewound_run_equals_one_that_left_those_steps_out(
     run, oracle = tmp_path / "rewound", tmp_path / "skipped"
     finished = train_disturbed([*tiny, *LONG, "training.on_spike=rewind", f"output_dir={run}"], num_processes)
     assert finished.codes == [0] * num_processes, finished.outputs
-    assert finished.output.count("warning: the loss jumped to") == 1
-    assert "rewound to the weights of step 18; the effect of steps 19 to 21 is undone" in finished.output
+    assert finished.output.count("warning: the loss spiked to") == 1
+    assert "rewound to the weights of step 18; the updates of steps 19 to 21 are undone" in finished.output
     without = [*tiny, *LONG, "training.max_nonfinite_steps=9", f"output_dir={oracle}"]
     assert train_with_bad_losses(without, (19, 20, 21), num_processes, float("nan")).codes == [0] * num_processes
     assert different(tensors_of(run, 30), tensors_of(oracle, 30)) == []
@@ -93,7 +93,7 @@ def test_a_jump_is_reported_ignored_or_ends_the_run(action: str, code: int, tiny
     run = tmp_path / "run"
     finished = train_disturbed([*tiny, *LONG, f"training.on_spike={action}", f"output_dir={run}"])
     assert finished.code == code, finished.output
-    assert finished.output.count("warning: the loss jumped") == (action == "warn"), "once, not at every high loss"
+    assert finished.output.count("warning: the loss spiked") == (action == "warn"), "once, not at every high loss"
     assert (run / "spike_step_21.json").exists() == (action != "ignore")
     newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
     assert newest == ("step-00000018" if action == "stop" else "step-00000030")
@@ -104,14 +104,14 @@ def test_a_jump_is_reported_ignored_or_ends_the_run(action: str, code: int, tiny
 def test_a_run_with_repeated_jumps_is_given_up(tiny: list[str], tmp_path: Path) -> None:
     finished = train_disturbed([*tiny, *LONG, "training.on_spike=rewind", f"output_dir={tmp_path / 'run'}"], times=99)
     assert finished.code == 6, finished.output
-    assert "got a jump after each of 3 rewinds to step" in finished.errors[0]
+    assert "got a spike after each of 3 rewinds to step" in finished.errors[0]
 
 
 def test_without_a_checkpoint_there_is_nothing_to_rewind_to(tiny: list[str], tmp_path: Path) -> None:
     arguments = [*tiny, *LONG, "checkpoint.every=null", "training.on_spike=rewind", f"output_dir={tmp_path / 'run'}"]
     finished = train_disturbed(arguments)
     assert finished.code == 6, finished.output
-    assert "got a jump without a checkpoint to rewind to; lower checkpoint.every" in finished.errors[0]
+    assert "got a spike and nothing to rewind to; lower checkpoint.every" in finished.errors[0]
 
 
 def test_an_ordinary_noisy_loss_is_no_jump() -> None:
@@ -166,4 +166,4 @@ def test_a_checkpoint_without_losses_can_be_resumed_and_rewound_to(tiny: list[st
     (folder / MANIFEST).write_text(json.dumps(manifest))
     finished = train_disturbed(options)
     assert finished.codes == [0], finished.output
-    assert "rewound to the weights of step 2; the effect of steps 3 to 21 is undone" in finished.output
+    assert "rewound to the weights of step 2; the updates of steps 3 to 21 are undone" in finished.output

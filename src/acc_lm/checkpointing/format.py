@@ -173,7 +173,7 @@ def _problem_in_run(folder: Path, read_all: bool) -> str | None:
     A run saves and removes only its own folders, so a link is never found, though `checkpoint.resume` may name it.
     """
     if folder.is_symlink():
-        return f"a link to {os.readlink(folder)!r}; checkpoint.resume can name that"
+        return f"a link to {os.readlink(folder)!r}; checkpoint.resume can name its target"
     return problem_with(folder, read_all)
 
 
@@ -234,7 +234,7 @@ def problem_with(folder: Path, read_all: bool = True) -> str | None:
         if state["progress"]["step"] != manifest["step"]:
             return f"{STATE} is of step {state['progress']['step']!r}, {MANIFEST} of step {manifest['step']!r}"
     except SafetensorError as error:
-        return f"{name} is no safetensors file ({error})"
+        return f"{name} is not a safetensors file ({error})"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return None
@@ -242,14 +242,14 @@ def problem_with(folder: Path, read_all: bool = True) -> str | None:
 
 def _read_json(file: Path) -> Any:
     if (size := file.stat().st_size) > LARGEST_JSON:
-        raise ValueError(f"{file.name} has {size} bytes, more than the {LARGEST_JSON} that one can need")
+        raise ValueError(f"{file.name} has {size} bytes, more than the {LARGEST_JSON} that a checkpoint can need")
     return json.loads(file.read_text(), object_pairs_hook=_each_once)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     if again := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{again[0]!r} stands in it twice")
+        raise ValueError(f"{again[0]!r} is in it twice")
     return dict(pairs)
 
 

@@ -55,7 +55,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
     if state.get("base") != base:
         raise CheckpointError(
             f"{checkpoint.folder} must be of an adapter for this base, got one for other weights; "
-            "restore the model that it was trained on, or choose another output_dir"
+            "put back the base that it was trained on, or choose another output_dir"
         )
     start_state(optimizer, state["num_updates"])
     with ExitStack() as stack, torch.no_grad():
@@ -115,8 +115,8 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             if kind == BUFFER:
                 yield key, parts[key][0][2][...]
             else:
-                whole = _assemble(folder, key, parts[key], 0, math.prod(shapes[name]))
-                yield key, whole.view(tuple(shapes[name]))
+                full = _assemble(folder, key, parts[key], 0, math.prod(shapes[name]))
+                yield key, full.view(tuple(shapes[name]))
 
 
 def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[int, int, Any]]], dict[str, Any]]:

@@ -68,7 +68,7 @@ def check_same_recipe(
         if evaluates:
             ways = f"the recipe of the run (--config {config.output_dir}/config.yaml), or acc-lm evaluate with --data for other text"
         elif not binding:
-            ways += ", or set checkpoint.allow_changed_recipe=true to resume with the new values"
+            ways += ", or checkpoint.allow_changed_recipe=true to continue with the new values"
         lines = [
             f"{checkpoint.folder} was made by another recipe: {key} was {was!r}, is {now!r}"
             for key, (was, now) in changes.items()
@@ -82,11 +82,11 @@ def check_same_recipe(
         was, now = changes["training.global_batch_size"]
         progress = checkpoint.progress
         notes.append(
-            f"the global batch was {was} rows, is {now}: the run continues after the {progress.samples_seen} rows that it has seen, each still "
-            f"once per epoch, at the learning rates of a run that had {now} from the start, there at step {progress.samples_seen / now:g}"
+            f"the global batch was {was} rows, is {now}: the run resumes after the {progress.samples_seen} rows that it has seen, each still "
+            f"once per epoch, at the learning rates of a run that had {now} from the start and is at step {progress.samples_seen / now:g}"
         )
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
-        notes.append("the length of the run changed: from here on the schedule is that of the new length")
+        notes.append("the length of the run changed: the schedule of the new length applies from here on")
     before = checkpoint.state["num_processes"]
     if before != num_processes:
         notes.append(
@@ -125,7 +125,7 @@ def check_same_origin(
     state, other = checkpoint.state, f"choose another output_dir (output_dir={_next_name(config.output_dir)})"
     if state.get("vocabulary", origin["vocabulary"]) != origin["vocabulary"]:
         raise CheckpointError(
-            f"{checkpoint.folder} must have been trained with this tokenizer, got one in which ids stand for other tokens; restore that, or {other}"
+            f"{checkpoint.folder} must have been trained with this tokenizer, got one in which ids stand for other tokens; put the old tokenizer back, or {other}"
         )
     if config.checkpoint.allow_changed_recipe:
         return
@@ -138,7 +138,7 @@ def check_same_origin(
     if state.get("base") is None and state.get("base_weights", origin["base_weights"]) != origin["base_weights"]:
         raise CheckpointError(
             f"{checkpoint.folder} must have started from the base model at {config.model.name_or_path}, got one that started from other weights; "
-            f"restore those, {other}, or checkpoint.allow_changed_recipe=true"
+            f"put the old weights back, {other}, or checkpoint.allow_changed_recipe=true"
         )
 
 
@@ -224,10 +224,10 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
     try:
         if "exported_step" not in summary:
             raise ConfigError("summary.json does not mention it")
-        finished = load_config(output_dir / RECIPE)
+        finished = load_config(output_dir / "config.yaml")
     except (UserError, OSError) as error:
         raise CheckpointError(
-            f"{final} must belong to a run with checkpoints or a summary, got neither: {error}; {ways}"
+            f"{final} must belong to a known run, got one without checkpoints: {error}; {ways}"
         ) from None
     same_day = with_day(config, config.data.chat_template_date or finished.data.chat_template_date)
     old, new = finished.model_dump(mode="json"), same_day.model_dump(mode="json")
@@ -242,7 +242,7 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
                 f"{final} was made by another recipe: {key} was {was!r}, is {now!r}"
                 for key, (was, now) in changes.items()
             ),
-            f"there is no checkpoint of it to resume from; {ways}",
+            f"it has no checkpoint to resume from; {ways}",
         )
     return f"already complete: step {summary['exported_step']}, exported to {final}; its checkpoints are gone, and nothing was changed"
 
@@ -306,7 +306,7 @@ def rewind(
     checkpoint = find_checkpoint(accelerator, output_dir, config.model_copy(update={"resume": "auto"})).checkpoint
     if checkpoint is None:
         raise DivergedError(
-            "the loss must not jump before the first checkpoint, got a jump without a checkpoint to rewind to; lower checkpoint.every"
+            "the loss must not spike before the first checkpoint, got a spike and nothing to rewind to; lower checkpoint.every"
         )
     load_checkpoint(accelerator, checkpoint, model, optimizer)
     return checkpoint

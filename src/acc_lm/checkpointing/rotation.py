@@ -60,7 +60,7 @@ def _link(link: Path, folder: Path) -> None:
         if error.errno not in (*UNSUPPORTED, errno.EPERM):
             raise
         warn_once(
-            f"output_dir is on a file system without links ({error.strerror}): checkpoints/latest and best will not be there"
+            f"output_dir is on a file system without links ({error.strerror}): checkpoints/latest and best will be missing"
         )
         return
     _remove_copy(link)

@@ -164,8 +164,8 @@ def _write_mine(accelerator: Accelerator, work: Path, snapshot: Snapshot) -> tup
 
 def _sealed(file: Path) -> dict[str, Any]:
     """Flush the file to disk and return its entry in the manifest: size and checksum."""
-    with ThreadPoolExecutor(1) as pool:  # compute the checksum while the disk flushes
-        digest = pool.submit(checksum, file)
+    with ThreadPoolExecutor(1) as background:  # compute the checksum while the disk flushes
+        digest = background.submit(checksum, file)
         flush(file)
         return {"size": file.stat().st_size, "xxh3_128": digest.result()}
 
@@ -175,7 +175,7 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     for name in files:
         if not (work / name).is_file():
             raise StorageError(
-                f"{work.parent} must be on a file system that all machines share, got none where the main process sees {name}; "
+                f"{work.parent} must be on a file system that all machines share, got one on which the main process does not see {name}; "
                 "choose another output_dir"
             )
     (work / STATE).write_text(json.dumps(state, indent=1))
@@ -211,7 +211,7 @@ def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfi
     widths = {name: p.element_size() for name, p in bare_model(model).named_parameters()}
     size = 3 * sum(math.prod(shape) * max(4, widths[name]) for name, shape in kept_shapes(model).items())
     there = sum(file.stat().st_size for file in root.glob("step-*/*"))
-    needed = (kept + 1) * size - there  # one more than kept: a new one is complete before an old one goes
+    needed = (kept + 1) * size - there  # one more than kept: a new one is completed before an old one is removed
     free = shutil.disk_usage(root if root.exists() else output_dir).free  # root may be a link to another disk
     if needed > free:
         raise StorageError(

@@ -117,7 +117,7 @@ def read_documents(
     if trained_on is not None and text_key(corpus, config, plan) != trained_on:
         raise CheckpointError(
             "the run must have been trained on this text, got other text (its content or what is held out of it changed); "
-            "restore what it was trained on, or name what to score with --data"
+            "put back the text that it was trained on, or name the text to score with --data"
         )
     if held_out:
         _, evaluation, _ = split_documents(corpus, config, can_cut=plan is None)
@@ -143,7 +143,7 @@ def _references_in(record: dict[str, Any], column: str, place: str) -> tuple[str
         raise DataError(f"{place}: must have a column {column!r}, got {columns}; change --references-column")
     found = (value,) if isinstance(value, str) else value
     if not isinstance(found, (list, tuple)) or not found or not all(isinstance(text, str) for text in found):
-        raise DataError(f"{place}: {column!r} must be a string or a list of some, got {kind_of(value)}; correct it")
+        raise DataError(f"{place}: {column!r} must be a string or a list of strings, got {kind_of(value)}; correct it")
     return tuple(found)
 
 
@@ -226,16 +226,16 @@ def build_scored_model(
         model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
         make_ready(model, config, tokenizer, sequence_length, packs, device_type)
         # Engines accept only trainable models; this one is never trained.
-        empty: nn.Module = model.requires_grad_(True).train()
-        return empty
-    whole, _ = initialise_once(
+        trainable: nn.Module = model.requires_grad_(True).train()
+        return trainable
+    built, _ = initialise_once(
         accelerator,
         lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),
         lambda facts: build_empty_model(
             config, tokenizer, sequence_length, facts, packs=packs, device_type=device_type
         ),
     )
-    return whole
+    return built
 
 
 # --- scores --------------------------------------------------------------------------------------------------------

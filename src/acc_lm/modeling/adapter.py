@@ -146,7 +146,7 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
             got = f"{target!r}, the output head" if meant else repr(target)
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in there}))
             raise ConfigError(
-                f"adapter.target_modules must be {ALL} or among {ends or 'none'}, got {got}; name layers of the model"
+                f"adapter.target_modules must be {ALL} or among {ends or 'none'}, got {got}; name some of these"
             )
     return list(config.target_modules)
 
@@ -163,7 +163,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         if not matched:
             examples = ", ".join([*named][:: max(1, len(named) // 3)][:4])
             raise ConfigError(
-                f"model.freeze must match names of parameters, got {pattern!r}, which matches none; they are like {examples}"
+                f"model.freeze must match names of parameters, got {pattern!r}, which matches none; use names such as {examples}"
             )
         for parameter in matched:
             parameter.requires_grad_(False)
@@ -265,7 +265,7 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(
-            f"{folder} must be a LoRA adapter with its weights in {WEIGHTS}, got: {first_line(error)}; export it anew"
+            f"{folder} must be a LoRA adapter with its weights in {WEIGHTS}, got: {first_line(error)}; export it again"
         ) from None
 
 
@@ -279,7 +279,7 @@ def apply_adapter(adapter: AdapterFolder, base: Any) -> Any:
 
     if adapter.checksum is not None and weights_checksum(base) != adapter.checksum:
         raise ConfigError(
-            f"{adapter.folder} must be used with the model that it was trained on, got other weights at {adapter.base}; restore those"
+            f"{adapter.folder} must be used with the base that it was trained on, got other weights at {adapter.base}; put the old weights back"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about names that transformers will change

@@ -162,7 +162,7 @@ def block_mask(document_ids: Tensor) -> BlockMask:
     def may_look(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_ids[batch, query] == document_ids[batch, key])
 
-    # Uncompiled, it would first fill the whole T x T mask; inside a compiled model it is compiled with the rest.
+    # Uncompiled, it would first fill the full T x T mask; inside a compiled model it is compiled with the rest.
     create = create_block_mask if torch.compiler.is_compiling() else torch.compile(create_block_mask)
     num_rows, length = document_ids.shape
     return create(may_look, num_rows, None, length, length, device=document_ids.device)
@@ -276,7 +276,7 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
     from transformers import AttentionInterface
 
     own = model.config._attn_implementation
-    asked: dict[str, Any] = {}
+    required: dict[str, Any] = {}
 
     def probe(
         module: nn.Module,
@@ -286,13 +286,13 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
         attention_mask: Tensor | None = None,
         **keywords: Any,
     ) -> Any:
-        asked.setdefault("called", True)
+        required.setdefault("called", True)
         for name, given in keywords.items():
             covers_row = name == "sliding_window" and given is not None and given >= sequence_length
             if given is not None and name not in (*HARMLESS, "dropout", "scaling") and not covers_row:
-                asked[name] = given
+                required[name] = given
         if attention_mask is not None:
-            asked["attention_mask"] = True
+            required["attention_mask"] = True
         return causal_attention(module, query, key, value, scaling=keywords.get("scaling"))
 
     register_attention()
@@ -310,16 +310,16 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
                 model.set_attn_implementation(PROBE)
                 got = model.base_model(input_ids=ids, use_cache=False)[0]
             except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
-                asked = {}  # this architecture does not use the attention interface
+                required = {}  # this architecture does not use the attention interface
                 got = expected
         tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
         scale = expected.abs().max().item() or 1.0
         same = (got - expected).abs().max().item() <= tolerance * scale
-        exact = set(asked) == {"called"} and same
+        exact = set(required) == {"called"} and same
     finally:
         model.train(was_training)
     model.set_attn_implementation(CAUSAL if exact else own)
     if exact:
         return CAUSAL_WITHOUT_MASK
-    needs = ", ".join(sorted(set(asked) - {"called"}))
+    needs = ", ".join(sorted(set(required) - {"called"}))
     return f"transformers' {own}" + (f" ({needs})" if needs else "")

@@ -104,7 +104,7 @@ def build_model(
 def flops_of_model(model: PreTrainedModel, attention: str) -> Flops:
     """FLOP of the model per token; `attention` is the display name of its attention. The model is left unchanged."""
     if attention != CAUSAL_WITHOUT_MASK:
-        return Flops(0.0, 0.0, f"how much of a row {attention} looks at is not known here")
+        return Flops(0.0, 0.0, f"the part of a row that {attention} attends to is not known here")
     ids = few_tokens(model.config.get_text_config().vocab_size, next(model.parameters()).device)
     was_training = model.training
     model.eval()

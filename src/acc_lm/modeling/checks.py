@@ -230,8 +230,8 @@ def check_packing(model: PreTrainedModel, sequence_length: int) -> None:
     try:
         same = True
         for chosen in ([1], [0, 2]):  # the long document, then the two short ones around it
-            mine = torch.isin(documents, torch.tensor(chosen))
-            packed_targets = targets.masked_fill(~mine, IGNORE_INDEX)
+            is_chosen = torch.isin(documents, torch.tensor(chosen))
+            packed_targets = targets.masked_fill(~is_chosen, IGNORE_INDEX)
             loss, gradient = _loss_and_gradient(
                 model, input_ids=ids, targets=packed_targets, position_ids=positions, document_ids=documents
             )
@@ -241,8 +241,8 @@ def check_packing(model: PreTrainedModel, sequence_length: int) -> None:
             ]
             expected, expected_gradient = sum(nll for nll, _ in alone), torch.cat([grad[0] for _, grad in alone])
             tolerance = 1e-4 if gradient.dtype in (torch.float32, torch.float64) else 5e-2
-            off = (gradient[mine] - expected_gradient).abs().max() / expected_gradient.abs().max()
-            same &= bool(abs(loss / expected - 1) <= tolerance and off <= tolerance and not gradient[~mine].any())
+            off = (gradient[is_chosen] - expected_gradient).abs().max() / expected_gradient.abs().max()
+            same &= bool(abs(loss / expected - 1) <= tolerance and off <= tolerance and not gradient[~is_chosen].any())
     except Exception as error:
         if is_of_machine(error):
             raise

@@ -65,7 +65,7 @@ def peak_of(device: str, compute: str, given: float | None = None) -> Peak | Non
         given: TFLOP/s from the recipe, which replace the table; None: use the table.
     """
     if given is not None:
-        return Peak(given * 1e12, f"{device}, {given:g} TFLOP/s as the recipe says")
+        return Peak(given * 1e12, f"{device}, {given:g} TFLOP/s from the recipe")
     kind = "bfloat16" if compute == "fp8" else compute
     of_device: dict[str, float] = next((of for words, of in PEAKS.items() if re.search(rf"\b{words}\b", device)), {})
     if kind not in of_device or ANOTHER_CHIP.search(device):
@@ -89,7 +89,7 @@ class Flops:
 
         Args:
             causal: True: count only the positions that a token may attend to, half of the row on average. False: count the
-                whole row, the convention of PaLM and nanoGPT (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
+                full row, the convention of PaLM and nanoGPT (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
         """
         return self.weights + self.attention * length * (0.5 if causal else 1.0)
 
@@ -136,7 +136,7 @@ def count_flops(
     missed = [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known]
     more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
     return Flops(
-        sums["weights"], of_position, f"what a token does with {missed[0]}{more} is not known here" if missed else ""
+        sums["weights"], of_position, f"the FLOP per token of {missed[0]}{more} are not known here" if missed else ""
     )
 
 

@@ -90,7 +90,7 @@ def refuse_kernels(found: PreTrainedConfig, trust_remote_code: bool, key: str) -
     kernel = str(getattr(found, "_attn_implementation", None) or "")
     if "/" in kernel and not trust_remote_code:
         raise ConfigError(
-            f"{key} must be a model without code of its own, got the attention {kernel!r}, which is code of the Hub; "
+            f"{key} must be a model without code of its own, got the attention {kernel!r}, which is code from the Hub; "
             "read it, then set model.trust_remote_code=true"
         )
 
@@ -117,9 +117,9 @@ def load_pretrained(config: ModelConfig) -> PreTrainedModel:
 def _why_not(name: str, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
-        return f"must be a model without code of its own, got {name!r}, which brings some; read it, then set model.trust_remote_code=true"
+        return f"must be a model without code of its own, got {name!r}, which contains some; read it, then set model.trust_remote_code=true"
     if Path(name).is_dir() and not list(Path(name).glob("*.safetensors")):
-        return f"must have its weights in safetensors, got {name!r} without; convert them (weights in pickle are not loaded)"
+        return f"must have its weights in safetensors, got {name!r} without any; convert them (weights in pickle are not loaded)"
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     if not Path(name).exists():
         why = (
@@ -140,7 +140,7 @@ def check_length(model: PreTrainedModel, sequence_length: int) -> None:
     paddings = [each.padding_idx for each in tables if each is not model.get_input_embeddings()]
     counts_from = max((index + 1 for index in paddings if index is not None), default=0)
     if limit - counts_from < sequence_length:
-        which = f"{limit}, of which {counts_from} are of no use to it" if counts_from else limit
+        which = f"{limit}, of which it cannot use {counts_from}" if counts_from else limit
         raise ConfigError(
             f"data.sequence_length must be at most the model's max_position_embeddings {which}, got {sequence_length}; "
             "lower it, or raise the model's"

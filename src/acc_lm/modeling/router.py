@@ -194,7 +194,7 @@ def find_router(model: PreTrainedModel, setting: str) -> Router | None:
                 without = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False)
             if not router_logits and _has_routers(model):
                 raise ConfigError(
-                    f"model.router_loss must be off where transformers hands out no router logits, got {setting} for a model of type "
+                    f"model.router_loss must be off where transformers returns no router logits, got {setting} for a model of type "
                     f"{model.config.model_type}, which has routers; {ROUTER_ADVICE}"
                 )
             if not router_logits:

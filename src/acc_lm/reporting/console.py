@@ -118,12 +118,12 @@ def _of_what(config: Config, identity: Identity, flops: Flops) -> str:
     """Description of the FLOP per token and of the hardware's peak, the two parts of MFU."""
     if flops.unknown:
         return f"no MFU: {flops.unknown}"
-    whole, causal = (flops.of_token(config.data.sequence_length, causal) for causal in (False, True))
-    unit, name = next((u, n) for u, n in ((1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")) if whole >= u or n == "kFLOP")
-    cost = f"{whole / unit:.3g} {name} a token, {causal / unit:.3g} with causal attention"
+    full, causal = (flops.of_token(config.data.sequence_length, causal) for causal in (False, True))
+    unit, name = next((u, n) for u, n in ((1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")) if full >= u or n == "kFLOP")
+    cost = f"{full / unit:.3g} {name} a token, {causal / unit:.3g} with causal attention"
     peak = peak_of(identity.device, identity.compute, config.tracking.peak_tflops)
     if peak is None:
-        return f"{cost}; no MFU: no peak of {identity.device} in {identity.compute} is known, tracking.peak_tflops gives one"
+        return f"{cost}; no MFU: no peak of {identity.device} in {identity.compute} is known, set tracking.peak_tflops"
     return f"{cost}; MFU is of {identity.num_processes} x {peak.name}"
 
 
@@ -218,6 +218,8 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
     names = {"model": "this model", "gzip": "gzip -9", "xz": "xz -9"}
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
     table = table or ["  none: the targets stand for no text"]
-    parts.append("\n".join(["held-out text, bits per byte (fewer are better):", *table]))
-    parts.append(f"model   {final}\ncurves  {final.parent / PICTURE}\nsummary {final.parent / SUMMARY}")
+    parts.append("\n".join(["held-out text, bits per byte (lower is better):", *table]))
+    parts.append(
+        f"model   {final}\ncurves  {final.parent / metrics_file.PICTURE}\nsummary {final.parent / summary.SUMMARY_FILE}"
+    )
     return "\n\n".join(parts)

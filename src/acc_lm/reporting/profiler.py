@@ -73,7 +73,7 @@ class Profile:
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it begins and ends
             self._profiler = profile(activities=self._activities())
-            self._profiler.prepare_trace()  # one step early where possible, so that it is over by the first profiled step
+            self._profiler.prepare_trace()  # one step early where possible, so that it has ended by the first profiled step
         if step >= self._first and not self._is_on:
             self._synchronize()
             self._profiler.start_trace()
@@ -115,25 +115,25 @@ class Profile:
         if not self._is_seen:
             return
         self._is_seen = False
-        mine: dict[str, Any] = {"memory": self._memory.phases}
+        local: dict[str, Any] = {"memory": self._memory.phases}
         trace = self._folder / f"trace-process-{self._accelerator.process_index:05d}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(trace))
             with gzip.open(trace, "rt") as file:
                 events = json.load(file)["traceEvents"]
-            mine["steps"] = look_at(events)
+            local["steps"] = look_at(events)
         except OSError as error:  # no reason to end a run
-            mine["problem"] = f"{error.strerror} ({error.filename or trace})"
-        everyone = gather_objects(self._accelerator, mine)
+            local["problem"] = f"{error.strerror} ({error.filename or trace})"
+        everyone = gather_objects(self._accelerator, local)
         if not self._accelerator.is_main_process:
             return
         if problem := next((of["problem"] for of in everyone if "problem" in of), None):
-            print(f"warning: there is no profile: {problem}", flush=True)
+            print(f"warning: no profile was written: {problem}", flush=True)
             return
-        (self._folder / PAGE).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
-        last = self._first + len(mine["steps"]) - 1
-        print(f"profile of steps {self._first} to {last}: {self._folder / PAGE}", flush=True)
+        (self._folder / SUMMARY).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
+        last = self._first + len(local["steps"]) - 1
+        print(f"profile of steps {self._first} to {last}: {self._folder / SUMMARY}", flush=True)
 
     def stop(self) -> None:
         """Stop the profiler without writing anything."""

@@ -1,4 +1,4 @@
-"""Speed of a run: tokens and FLOP per second, where the time of a step goes, and a profile if asked for."""
+"""Speed of a run: tokens and FLOP per second, where the time of a step goes, and a profile on request."""
 
 from __future__ import annotations
 

@@ -21,25 +21,25 @@ Intervals = list[tuple[float, float]]
 
 def look_at(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Seconds of each step in a process's trace: total, data, compute, host, and the exposed part of each collective."""
-    whole = [event for event in events if event.get("ph") == "X"]
-    spans = sorted(_place(e) for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
-    asked = joined(_place(e) for e in whole if e.get("cat") == "user_annotation" and e["name"] == DATA)
-    kernels = [event for event in whole if event.get("cat") in KERNELS]
+    complete = [event for event in events if event.get("ph") == "X"]
+    spans = sorted(_place(e) for e in complete if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
+    fetches = joined(_place(e) for e in complete if e.get("cat") == "user_annotation" and e["name"] == DATA)
+    kernels = [event for event in complete if event.get("cat") in KERNELS]
     if not kernels:
-        busy = joined(_place(e) for e in whole if e.get("cat") == "cpu_op" and e["name"].startswith(COMPUTES))
-        talk = sorted(_place(e) for e in whole if e["name"].startswith("gloo:"))
-        return [_parts(window, without([window], without([window], asked)), busy, talk) for window in spans]
-    windows = device_windows(spans, whole, kernels)
+        busy = joined(_place(e) for e in complete if e.get("cat") == "cpu_op" and e["name"].startswith(COMPUTES))
+        talk = sorted(_place(e) for e in complete if e["name"].startswith("gloo:"))
+        return [_parts(window, without([window], without([window], fetches)), busy, talk) for window in spans]
+    windows = device_windows(spans, complete, kernels)
     busy = joined(_place(e) for e in kernels if "nccl" not in e["name"].lower())
     talk = sorted(_place(e) for e in kernels if "nccl" in e["name"].lower())
     at_work = joined(_place(e) for e in kernels)
-    return [_parts(window, without(within(asked, window), at_work), busy, talk) for window in windows]
+    return [_parts(window, without(within(fetches, window), at_work), busy, talk) for window in windows]
 
 
 def operators(events: Iterable[dict[str, Any]]) -> list[tuple[str, int, float]]:
     """Name, calls and seconds (without callees) of each operator, or of each kernel if there are any; longest first."""
-    whole = [event for event in events if event.get("ph") == "X"]
-    steps = joined(_place(e) for e in whole if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
+    complete = [event for event in events if event.get("ph") == "X"]
+    steps = joined(_place(e) for e in complete if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
     found: dict[str, list[float]] = {}
 
     def add(name: str, calls: int, time: float) -> None:
@@ -47,11 +47,11 @@ def operators(events: Iterable[dict[str, Any]]) -> list[tuple[str, int, float]]:
         row[0] += calls
         row[1] += time / 1e6
 
-    kernels = [event for event in whole if event.get("cat") in KERNELS]
+    kernels = [event for event in complete if event.get("cat") in KERNELS]
     for event in kernels:
         add(event["name"], 1, event["dur"])
     above: dict[Any, list[dict[str, Any]]] = {}
-    for event in sorted(whole, key=lambda e: (e["ts"], -e["dur"])) if not kernels else ():
+    for event in sorted(complete, key=lambda e: (e["ts"], -e["dur"])) if not kernels else ():
         if (
             event.get("cat") != "cpu_op"
             or not event["name"].startswith(COMPUTES)
@@ -122,15 +122,15 @@ def split(everyone: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]
         if len({len(one) for one in exposed}) > 1:  # different collectives: only the sums can be compared
             exposed = [[sum(one)] for one in exposed]
         least = [min(of_collective) for of_collective in zip(*exposed, strict=True)]
-        for parts, one, mine in zip(result, of_step, exposed, strict=True):
+        for parts, one, local in zip(result, of_step, exposed, strict=True):
             values = {
                 "data": one["data"],
                 "compute": one["compute"],
                 "host": one["host"],
                 "step": one["seconds"],
                 "communication": sum(least),
-                "waiting": sum(mine) - sum(least),
-                "hidden": one["communicated"] - sum(mine),
+                "waiting": sum(local) - sum(least),
+                "hidden": one["communicated"] - sum(local),
             }
             for name, value in values.items():
                 parts[name] += value / len(everyone[0])
@@ -154,11 +154,11 @@ def summarize_steps(
         lines.append(f"{names.get(name, name):22}{1e3 * mean:10.2f}{share}{cells}")
     if len(parts) > len(shown):
         lines.append(f"and {len(parts) - len(shown)} more processes")
-    lines += ["", "Operators of process 0 in a step, without what else they call", ""]
+    lines += ["", "Operators of process 0 in a step, without the operators that they call", ""]
     lines.append(f"{'':60}{'calls':>8}{'ms':>10}")
     for name, calls, seconds in operators[:MOST_OPERATORS]:
         lines.append(f"{name[:58]:60}{calls / num_steps:8.1f}{1e3 * seconds / num_steps:10.3f}")
-    lines += ["", "Memory, GB: the most of each phase so far, on the process that had most", ""]
+    lines += ["", "Memory, GB: peak of each phase so far, on the process with the highest", ""]
     for phase in everyone[0]["memory"]:
         lines.append(f"{phase:22}{max(of['memory'].get(phase, 0.0) for of in everyone):10.3f}")
     lines += [

@@ -165,7 +165,7 @@ class Tracking:
     def _give_up(self, error: Exception) -> None:
         self.description, self._chain = "none (failed)", None
         self._accelerator.trackers.clear()
-        _warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl is still written")
+        _warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl continues")
 
 
 class WandbChain:
@@ -185,7 +185,7 @@ class WandbChain:
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a power cut can leave it empty
-            _warn(f"{self._file} cannot be read; W&B gets a new run with the whole history")
+            _warn(f"{self._file} cannot be read; W&B gets a new run with the full history")
         self._state["recipe"] = recipe
         folders = self._file.parent.glob(f"offline-run-*-{self.id}*")
         self._replaced = [folder for folder in folders if not list(folder.glob("*.wandb.synced"))]

@@ -6,7 +6,7 @@
     settings/     Accelerate's settings: read, corrected, completed with the keys that the recipe owns
 
 Each of these imports only from those below it.
-The other rooms see an `Accelerator` that is what the launch asked for, or an error with the reason why it is not.
+The other rooms see an `Accelerator` that is what the launch requested, or an error with the reason why it is not.
 """
 
 from acc_lm.runtime.engines.collectives import cpu_group, gather_objects, on_main

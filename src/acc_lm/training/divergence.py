@@ -28,7 +28,9 @@ WINDOW, ENOUGH = 64, 16
 LEAST_JUMP = 0.1
 """Smallest spike, as a share of the median: a loss above the median by less is no spike, however quiet the run is."""
 MOST_REWINDS = 3
-DIVERGENCE_ADVICE = "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before"
+DIVERGENCE_ADVICE = (
+    "lower optimizer.learning_rate or raise schedule.warmup_steps; the checkpoints are from before the divergence"
+)
 
 
 class Watch:
@@ -93,7 +95,7 @@ class Watch:
         self.look(step)
         if self._in_spike and self._config.on_spike == "stop":
             raise DivergedError(
-                f"the loss must not jump, got {self._loss:.4f} at step {step} (training.on_spike is stop); {DIVERGENCE_ADVICE}"
+                f"the loss must not spike, got {self._loss:.4f} at step {step} (training.on_spike is stop); {DIVERGENCE_ADVICE}"
             )
         return self._in_spike
 
@@ -138,9 +140,9 @@ class Watch:
         self._dump(f"nonfinite_step_{step}.json", step, parameters=names)
         if self._skipped_in_a_row >= self._config.max_nonfinite_steps:
             raise DivergedError(
-                f"the gradient must be finite, got {self._skipped_in_a_row} of {self._config.max_nonfinite_steps} tolerated steps in a "
-                f"row where it was not, in step {step} first in that of {names[0]} ({len(names)} parameters in all); "
-                f"no weight was changed by them; {DIVERGENCE_ADVICE}"
+                f"the gradient must be finite, got {self._skipped_in_a_row} of {self._config.max_nonfinite_steps} tolerated non-finite steps in a "
+                f"row, in step {step} first in {names[0]} ({len(names)} parameters in all); "
+                f"these steps changed no weight; {DIVERGENCE_ADVICE}"
             )
 
     def _compare(self, step: int, loss: float) -> None:
@@ -153,7 +155,7 @@ class Watch:
             self._in_spike = jump > max(self._config.spike_threshold * spread, LEAST_JUMP * median)
             if self._in_spike and not was_in_spike:
                 self._lines.append(
-                    f"warning: the loss jumped to {loss:.4f} at step {step}; the median of the {len(self._recent)} before is {median:.4f}"
+                    f"warning: the loss spiked to {loss:.4f} at step {step}; the median of the previous {len(self._recent)} is {median:.4f}"
                 )
                 self._dump(f"spike_step_{step}.json", step, loss=loss, median_before=median)
         self._recent.append(loss)
@@ -169,10 +171,10 @@ class Watch:
         self._rewinds = (to, self._rewinds[1] + 1 if self._rewinds[0] == to else 1)
         self.num_skipped, self._in_spike = num_skipped, False
         self._recent = deque(recent_losses, maxlen=WINDOW)
-        self._lines.append(f"rewound to the weights of step {to}; the effect of steps {to + 1} to {step} is undone")
+        self._lines.append(f"rewound to the weights of step {to}; the updates of steps {to + 1} to {step} are undone")
         if self._rewinds[1] > MOST_REWINDS:
             raise DivergedError(
-                f"the loss must not jump again, got a jump after each of {MOST_REWINDS} rewinds to step {to}; {DIVERGENCE_ADVICE}"
+                f"the loss must not spike again after a rewind, got a spike after each of {MOST_REWINDS} rewinds to step {to}; {DIVERGENCE_ADVICE}"
             )
 
     def _dump(self, name: str, step: int, **facts: object) -> None:

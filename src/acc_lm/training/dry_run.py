@@ -104,11 +104,11 @@ class _Trial:
         run = self._run
         self.step(2)  # changes all weights and moments
         if self._weights() == self._digest:
-            raise CheckpointError("a step must change the weights, got the same ones; look at optimizer.learning_rate")
+            raise CheckpointError("a step must change the weights, got the same ones; check optimizer.learning_rate")
         load_checkpoint(run.accelerator, open_checkpoint(self._saved), run.model, run.optimizer)
         if self._weights() != self._digest:
-            raise CheckpointError("a loaded checkpoint must be what was saved, bit for bit, got other tensors")
-        return "loaded after another step: every tensor is bit for bit what was saved"
+            raise CheckpointError("a loaded checkpoint must equal the saved one bit for bit, got other tensors")
+        return "every tensor is restored bit for bit after another step"
 
     def _weights(self) -> str:
         return weights_digest(self._run.accelerator, self._run.model, self._run.optimizer)

@@ -9,7 +9,7 @@ White space at the ends does not count; everything else does.
 import datasets
 import evaluate
 
-DESCRIPTION = "Share of the predictions that equal one of their references, but for white space at the ends."
+DESCRIPTION = "Share of the predictions that equal one of their references, except for white space at the ends."
 INPUTS = """
 Args:
     predictions: one text each.

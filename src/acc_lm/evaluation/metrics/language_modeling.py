@@ -18,8 +18,8 @@ DESCRIPTION = (
 INPUTS = """
 Args:
     nll: sum of -log p of the targets, in nats.
-    num_targets: how many targets there were.
-    num_correct: how many of them had the highest logit.
+    num_targets: number of targets.
+    num_correct: number of targets with the highest logit.
     num_bytes: UTF-8 bytes of the text that they stand for.
 """
 

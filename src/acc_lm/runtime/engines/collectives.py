@@ -27,7 +27,7 @@ def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = No
 
     Args:
         group: a separate group of all processes; None: the one that training uses.
-        takes_long: `function` reads or writes a whole model, so the others wait beyond `distributed.timeout_seconds`.
+        takes_long: `function` reads or writes a full model, so the others wait beyond `distributed.timeout_seconds`.
     """
     answer: list[Any] = [None, None]
     if takes_long and accelerator.num_processes > 1:
@@ -51,12 +51,12 @@ def _patient_group(world: Any) -> Any:
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def gather_objects(accelerator: Accelerator, mine: T, group: Any = None) -> list[T]:
-    """Return the objects `mine` of all processes, by rank, on every process; `group` is as for `on_main`."""
+def gather_objects(accelerator: Accelerator, local: T, group: Any = None) -> list[T]:
+    """Return the objects `local` of all processes, by rank, on every process; `group` is as for `on_main`."""
     if accelerator.num_processes == 1:
-        return [mine]
+        return [local]
     everyone: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, local, group=group)
     return everyone
 
 

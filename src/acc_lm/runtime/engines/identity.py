@@ -67,16 +67,16 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     """Identify strategy, processes, placement and precision of the prepared model. Every process must call it.
 
     Raises:
-        MachineError: the live objects are not what the launch asked for.
+        MachineError: the live objects are not what the launch requested.
     """
     num_processes = dist.get_world_size() if dist.is_initialized() else 1
     outer = getattr(model, "_orig_mod", model)
     strategy = _live_strategy(outer, num_processes)
-    asked = requested_strategy()
-    if strategy != asked:
+    requested = requested_strategy()
+    if strategy != requested:
         raise MachineError(
-            f"the launch must run {asked}, as its Accelerate config asks, got {strategy} ({type(outer).__name__}, "
-            f"{num_processes} processes); this is a defect of the installed versions; nothing was trained"
+            f"the launch must run {requested}, as its Accelerate config requests, got {strategy} ({type(outer).__name__}, "
+            f"{num_processes} processes); this is a defect of the installed versions, and nothing was trained"
         )
     pieces = pieces_of(model, optimizer)
     num_parameters = sum(_whole_size(p) for p in bare_model(model).parameters())
@@ -163,14 +163,16 @@ def _check_shards(
 def _check_settings(model: Any, strategy: str, optimizer: Any, device: torch.device) -> None:
     """Check the Accelerate config's settings other than the strategy against the engine's own attributes."""
 
-    def check(key: str, asked: Any, got: Any) -> None:
-        if asked != got:
-            raise MachineError(f"{key} must be {asked}, as the Accelerate config asks, got {got}: nothing was trained")
+    def check(key: str, requested: Any, got: Any) -> None:
+        if requested != got:
+            raise MachineError(
+                f"{key} must be {requested}, as the Accelerate config requests, got {got}: nothing was trained"
+            )
 
     if strategy in ("fsdp2", "hsdp"):
-        asked = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("true", "1", "full_shard")
+        requested = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("true", "1", "full_shard")
         if len(_block_units(model)) > 0:
-            check("fsdp_reshard_after_forward", asked, _reshards(model))
+            check("fsdp_reshard_after_forward", requested, _reshards(model))
         offloads = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
         if device.type != "cpu":
             check("fsdp_offload_params", offloads, next(model.parameters()).device.type == "cpu")
@@ -196,7 +198,7 @@ def _block_units(model: Any) -> list[Any]:
 
 def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]) -> str:
     if strategy in ("single", "ddp"):
-        return f"full copy on each process: {num_parameters:,} parameters"
+        return f"complete on each process: {num_parameters:,} parameters"
     if strategy in ("fsdp2", "hsdp"):
         mesh = _mesh_of(model)
         shards = mesh.size(mesh.ndim - 1)
@@ -211,8 +213,8 @@ def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, 
     stage = strategy[-1]
     offload = {what: device for what in ("optimizer", "param") if (device := _offload_device(model, what)) != "none"}
     text = {
-        "1": "optimizer state sharded, gradients and parameters full",
-        "2": "optimizer state and gradients sharded, parameters full",
+        "1": "optimizer state sharded, gradients and parameters replicated",
+        "2": "optimizer state and gradients sharded, parameters replicated",
         "3": "optimizer state, gradients and parameters sharded",
     }[stage]
     places = "".join(f", {what} offloaded to {device}" for what, device in offload.items())
@@ -239,17 +241,17 @@ def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
 
     weights = sorted({name(p.dtype) for p in model.parameters()})
     updated = compute = reduce = "/".join(weights)
-    asked = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(accelerator.mixed_precision)
+    requested = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(accelerator.mixed_precision)
     if is_deepspeed(model):
-        if asked:
-            updated, compute = "float32", asked
+        if requested:
+            updated, compute = "float32", requested
         reduce = name(model.communication_data_type or compute)
     elif hasattr(model, "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
         compute = name(policy.param_dtype or compute)
         reduce = name(policy.reduce_dtype or reduce)
-    elif accelerator.native_amp and asked:
-        compute = f"{asked} autocast"
+    elif accelerator.native_amp and requested:
+        compute = f"{requested} autocast"
     products = compute.removesuffix(" autocast")
     if any(type(module).__name__ == "Float8Linear" for module in model.modules()):
         compute = f"fp8 products, else {compute}"
@@ -264,10 +266,10 @@ def _notes(
     notes, cores = [], os.cpu_count() or 1
     if accelerator.device.type == "cpu" and torch.get_num_threads() > 1 and (load := os.getloadavg()[0]) > cores:
         notes.append(
-            f"other programs use the {cores} cores (load average {load:.1f}) and threads wait for each other: OMP_NUM_THREADS=1 is faster then"
+            f"other processes use the {cores} cores (load average {load:.1f}) and threads wait for each other: OMP_NUM_THREADS=1 is then faster"
         )
     if is_rehearsal:
-        notes.append("rehearsal: the real engine on CPU processes, to check results, not speed")
+        notes.append("rehearsal: the real engine on CPU processes, for correctness, not for speed")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         if local > cores:
             notes.append(f"{local} processes share {cores} cores")
@@ -279,23 +281,23 @@ def _notes(
     from_launch = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if training.mixed_precision and from_launch and from_launch != training.mixed_precision:
         notes.append(
-            f"precision {training.mixed_precision} is the recipe's; the Accelerate config's {from_launch} is overruled"
+            f"precision {training.mixed_precision} comes from the recipe and overrides the Accelerate config's {from_launch}"
         )
     if (
         accelerator.device.type == "cuda"
         and accelerator.mixed_precision == "no"
         and torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        notes.append("fp32 on a GPU that can do bf16: training.mixed_precision=bf16 is several times faster")
+        notes.append("fp32 on a GPU that supports bf16: training.mixed_precision=bf16 is several times faster")
     compiler = accelerator.state.dynamo_plugin
     if compiler.backend.value.lower() != "no":
         how = "block by block" if compiler.use_regional_compilation else "as a whole"
         notes.append(f"compiled by {compiler.backend.value.lower()}, {how}")
     hook = config.distributed.comm_hook
     if strategy == "ddp" and "power_sgd" in hook:
-        notes.append(f"{hook} keeps state that no checkpoint has: a resumed run is not bit-identical")
+        notes.append(f"{hook} keeps state that checkpoints do not contain: a resumed run is not bit-identical")
     if strategy != "ddp" and hook != "none":
-        notes.append(f"distributed.comm_hook {hook} is for DDP and has no effect under {strategy}")
+        notes.append(f"distributed.comm_hook {hook} is for DDP and does nothing under {strategy}")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Distribution of model and optimizer over the processes by the engine that the launch asked for."""
+"""Distribution of model and optimizer over the processes by the engine that the launch requested."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def refuse_buckets_that_mix(comm_hook: str, bucket_cap_mb: float, size: int, on_
     if size >= cap:
         enough = size // 2**20 + 1
         raise MachineError(
-            "distributed.bucket_cap_mb must put all gradients into one bucket when PowerSGD runs on CPU processes, where several get in "
-            f"each other's way, got a first bucket of {cap / 2**20:g} MiB for {size / 2**20:.1f} MiB; set "
+            "distributed.bucket_cap_mb must put all gradients into one bucket when PowerSGD runs on CPU processes, where several "
+            f"interfere with each other, got a first bucket of {cap / 2**20:g} MiB for {size / 2**20:.1f} MiB; set "
             f"distributed.bucket_cap_mb={enough + (enough == 25)}"
         )
 
@@ -168,7 +168,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
     """
     import xxhash
 
-    mine: dict[str, str] = {}
+    local: dict[str, str] = {}
     for name, parameter in bare_model(model).named_parameters():
         place = "whole"
         tensor: Any = parameter.detach()
@@ -178,15 +178,15 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
         elif hasattr(parameter, "ds_tensor") and not getattr(parameter, "ds_persist", False):
             continue  # every process has a different part
         values = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-        mine[f"{place}/{name}"] = xxhash.xxh3_128(values.numpy()).hexdigest()
+        local[f"{place}/{name}"] = xxhash.xxh3_128(values.numpy()).hexdigest()
     first: dict[str, tuple[int, str]] = {}
-    for process, digests in enumerate(gather_objects(accelerator, mine)):
+    for process, digests in enumerate(gather_objects(accelerator, local)):
         for key, digest in digests.items():
             owner, expected = first.setdefault(key, (process, digest))
             if digest != expected:
                 raise DivergedError(
-                    f"parameters must be equal on every process, got another {key.partition('/')[2]} on process {process} "
-                    f"than on process {owner} after step {step}; nothing of this step was saved: look at the hardware"
+                    f"parameters must be equal on every process, got a different {key.partition('/')[2]} on process {process} "
+                    f"than on process {owner} after step {step}; this step was not saved; check the hardware"
                 )
 
 

@@ -181,12 +181,12 @@ def _zero3_pieces(named: list[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
             if not parameter.requires_grad:
                 frozen: Tensor = parameter.ds_tensor.data[:length]
                 return frozen
-            whole = (
+            full = (
                 safe_get_local_fp32_param(parameter)
                 if kind == WEIGHT
                 else safe_get_local_optimizer_state(parameter, kind)
             )
-            part: Tensor = whole.detach().view(-1)[:length]
+            part: Tensor = full.detach().view(-1)[:length]
             return part
 
         def put(
@@ -268,7 +268,7 @@ def publish_weights(model: nn.Module) -> None:
         optimizer.update_lp_params()
 
 
-# --- whole tensors, one at a time ----------------------------------------------------------------------------------
+# --- full tensors, one at a time ----------------------------------------------------------------------------------
 
 
 def gather_tensor(
@@ -278,13 +278,13 @@ def gather_tensor(
 
     The result is exact to the bit: processes sum bytes, and all but one of them add zero. Every process must call it.
     """
-    whole = torch.zeros(math.prod(shape), dtype=dtype, device=accelerator.device)
+    full = torch.zeros(math.prod(shape), dtype=dtype, device=accelerator.device)
     for piece in pieces:
         first, last = piece.share()
-        whole[piece.start + first : piece.start + last] = piece.get(kind)[first:last]
+        full[piece.start + first : piece.start + last] = piece.get(kind)[first:last]
     if accelerator.num_processes > 1:
-        dist.all_reduce(whole.view(torch.uint8))
-    return whole.view(shape)
+        dist.all_reduce(full.view(torch.uint8))
+    return full.view(shape)
 
 
 def broadcast_weights(accelerator: Accelerator, pieces: list[Piece], weights: dict[str, Tensor]) -> None:
@@ -294,9 +294,9 @@ def broadcast_weights(accelerator: Accelerator, pieces: list[Piece], weights: di
         by_name[piece.name].append(piece)
     for name, tensor in weights.items():
         if accelerator.is_main_process:
-            whole = tensor.to(accelerator.device)
+            full = tensor.to(accelerator.device)
         else:
-            whole = torch.empty_like(tensor, device=accelerator.device)
-        dist.broadcast(whole, 0)
+            full = torch.empty_like(tensor, device=accelerator.device)
+        dist.broadcast(full, 0)
         for piece in by_name[name]:
-            piece.put(WEIGHT, whole.view(-1)[piece.start : piece.start + piece.length].float())
+            piece.put(WEIGHT, full.view(-1)[piece.start : piece.start + piece.length].float())

@@ -36,7 +36,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     """Build the Accelerator of this launch, after all checks that need no Accelerator.
 
     Raises:
-        MachineError: the launch did not provide what it asked for, or this machine cannot run it.
+        MachineError: the launch did not provide what it requested, or this machine cannot run it.
         ConfigError: this launch cannot train the recipe, e.g. the global batch does not divide over the processes.
     """
     distributed = config.distributed
@@ -97,7 +97,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
 def _check_process_count(launched: int, seen: int) -> None:
     if launched != seen:
         raise MachineError(
-            f"the launcher's variables must match the processes it started, got {launched} processes (WORLD_SIZE) where Accelerate sees "
+            f"Accelerate must see every process that was launched, got {launched} processes (WORLD_SIZE) where it sees "
             f"{seen}; launch with accelerate_configs/ddp.yaml, or with one process"
         )
 

@@ -114,7 +114,7 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
         f"{request.strategy}, {request.num_processes} process(es) on {machines} machine(s), mixed_precision {request.precision}: it can run here"
     ]
     if not request.has_accelerator and request.strategy != "single":
-        notes.append("no accelerator here: a rehearsal on CPU processes, to check results, not speed")
+        notes.append("no accelerator here: a rehearsal on CPU processes, for correctness, not for speed")
     if not request.has_accelerator and request.num_processes // machines > cores:
         notes.append(f"{request.num_processes // machines} processes will share {cores} cores")
     return notes

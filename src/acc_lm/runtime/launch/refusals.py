@@ -28,7 +28,7 @@ def refuse_silent_single_process(typed: Namespace | None) -> None:
     """Refuse the three kinds of launch that ask for several processes and silently get one."""
     if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ and requested_processes(typed) > 1:
         raise MachineError(
-            "the launch must start the requested number of processes, got one process (accelerate starts only one for "
+            "the launch must start all requested processes, got one (accelerate starts only one for "
             "MULTI_CPU, for --cpu with --num_processes, and for distributed_type NO); use --config_file "
             "accelerate_configs/ddp.yaml --num_processes N, which works without a GPU too, or --num_processes 1"
         )
@@ -53,17 +53,17 @@ def refuse_what_needs_a_launcher(strategy: str) -> None:
         return
     name = "ACCELERATE_USE_DEEPSPEED" if strategy.startswith("deepspeed") else "ACCELERATE_USE_FSDP"
     raise MachineError(
-        f"{strategy}, which {name}={os.environ[name]} asks for, must be started by a launcher, got one process without one; start it with "
+        f"{strategy}, which {name}={os.environ[name]} requests, must be started by a launcher, got one process without a launcher; start it with "
         f"accelerate launch, or unset {name} if it is left over from another launch"
     )
 
 
 def refuse_missing_devices(has_accelerator: bool) -> None:
-    asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    requested = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     present = torch.accelerator.device_count() if has_accelerator else 0
-    if 0 < present < asked and torch.cuda.is_available():
+    if 0 < present < requested and torch.cuda.is_available():
         raise MachineError(
-            f"the launch must not start more processes than this machine has GPUs, got {asked} for {present}; "
+            f"the launch must not start more processes than this machine has GPUs, got {requested} for {present}; "
             f"use --num_processes {present}"
         )
 
@@ -72,7 +72,7 @@ def refuse_offloaded_fp16(strategy: str, precision: str) -> None:
     """Refuse offloaded fp16: torch copies the gradient scale to the CPU asynchronously and uses it without waiting."""
     if strategy in ("fsdp2", "hsdp") and precision == "fp16" and flag("FSDP_OFFLOAD_PARAMS"):
         raise MachineError(
-            "fsdp_offload_params must be false with fp16, whose scale torch hands to the CPU without waiting for the GPU, got true; use "
+            "fsdp_offload_params must be false with fp16, whose scale torch copies to the CPU without waiting for the GPU, got true; use "
             "training.mixed_precision=bf16, or accelerate_configs/fsdp2.yaml"
         )
 
@@ -99,7 +99,7 @@ def refuse_compilation_that_fails(compiler: TorchDynamoPlugin, strategy: str) ->
     is_one_graph = strategy == "single" or (strategy == "ddp" and compiler.use_regional_compilation)
     if compiler.fullgraph and not is_one_graph:
         raise MachineError(
-            f"dynamo_use_fullgraph must be false under {strategy}, which interrupts the graph to send and receive, got true; set it "
+            f"dynamo_use_fullgraph must be false under {strategy}, which breaks the graph to communicate, got true; set it "
             "to false in dynamo_config"
         )
 
@@ -113,20 +113,20 @@ def refuse_overwritten_gradients(compiler: TorchDynamoPlugin, accumulation: int)
         got = compiler.mode if compiler.backend.value == "INDUCTOR" else "the backend CUDAGRAPHS"
         raise MachineError(
             f"dynamo_mode must be default or max-autotune-no-cudagraphs with {accumulation} micro-batches in a step, whose gradients CUDA "
-            f"graphs would overwrite, got {got}; set dynamo_mode=default, or make training.micro_batch_size the process's full share of the global batch"
+            f"graphs would overwrite, got {got}; use one of these modes with INDUCTOR, or raise training.micro_batch_size to each process's share of the global batch"
         )
 
 
 def refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
     if strategy.startswith("deepspeed") and config.model.dtype != "float32":
         raise MachineError(
-            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype is, got "
+            f"model.dtype must be float32 under DeepSpeed, which updates in float32 whatever the model's dtype, got "
             f"{config.model.dtype}; for 16-bit compute use training.mixed_precision=bf16, for float64 another Accelerate config"
         )
     if strategy.startswith("deepspeed") and config.model.freeze and precision != "no":
         raise MachineError(
-            f"model.freeze must be empty under DeepSpeed with {precision}, which keeps the frozen weights in 16 bits only and would save "
-            f"them so, got {list(config.model.freeze)}; use training.mixed_precision=no, or accelerate_configs/fsdp2.yaml"
+            f"model.freeze must be empty under DeepSpeed with {precision}, which keeps and would save the frozen weights in 16 "
+            f"bits only, got {list(config.model.freeze)}; use training.mixed_precision=no, or accelerate_configs/fsdp2.yaml"
         )
     if strategy not in ("single", "ddp") and config.adapter.quantize_base != "none":
         raise MachineError(
@@ -140,7 +140,7 @@ def refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
         return
     where = f"under {strategy}, where a process that runs out of memory leaves the others waiting for its shard"
     if strategy.startswith("deepspeed"):
-        where = "under DeepSpeed, which needs the size when it is built"
+        where = "under DeepSpeed, which fixes the size when it is built"
     raise ConfigError(
         f"training.find_micro_batch_size must be false {where}, got true; lower training.micro_batch_size yourself"
     )
@@ -151,12 +151,12 @@ def refuse_what_a_cpu_cannot_do(distributed: DistributedConfig, strategy: str, h
         return
     if distributed.backend == "nccl":
         raise MachineError(
-            "distributed.backend must be gloo or null on CPU processes, got nccl, which moves data between GPUs only; set distributed.backend=null"
+            "distributed.backend must be gloo or null on CPU processes, got nccl, which moves data between GPUs only; set it to gloo or null"
         )
     if strategy == "ddp" and distributed.comm_hook in NCCL_ONLY_HOOKS:
         raise MachineError(
             f"distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got "
-            f"{distributed.comm_hook}, which only NCCL executes; set distributed.comm_hook=none for the rehearsal"
+            f"{distributed.comm_hook}, which only NCCL executes; set it to none for the rehearsal"
         )
 
 
@@ -170,8 +170,8 @@ def refuse_a_hook_that_fails(config: Config, strategy: str) -> None:
         and (steps is None or steps >= starts_at)
     ):
         raise MachineError(
-            f"distributed.comm_hook must not be batched_power_sgd, which fails inside torch from step {starts_at}, where its "
-            "compression starts; use power_sgd"
+            f"distributed.comm_hook must not be batched_power_sgd, which fails inside torch from step {starts_at} on, where it "
+            "begins to compress; use power_sgd"
         )
 
 
@@ -179,7 +179,7 @@ def checked_precision(by_recipe: str | None, has_accelerator: bool, strategy: st
     precision = requested_precision(by_recipe)
     key = "training.mixed_precision" if by_recipe else "mixed_precision of the launch"
     if precision not in ("no", "bf16", "fp16", "fp8"):
-        raise MachineError(f"{key} must be no, bf16, fp16 or fp8, got {precision!r}; write one of them")
+        raise MachineError(f"{key} must be no, bf16, fp16 or fp8, got {precision!r}; set it to one of these")
     if precision in ("fp16", "fp8") and not has_accelerator:
         raise MachineError(
             f"{key} must be bf16 or no on a CPU, got {precision}, which only accelerators execute; use bf16 or no there, or on the command line"
@@ -189,6 +189,6 @@ def checked_precision(by_recipe: str | None, has_accelerator: bool, strategy: st
     on_cuda = has_accelerator and torch.cuda.is_available()
     if precision == "bf16" and on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise MachineError(
-            f"{key} must be fp16 or no on {torch.cuda.get_device_name()}, got bf16, which it does not support; set {key} to fp16 or no"
+            f"{key} must be fp16 or no on {torch.cuda.get_device_name()}, got bf16, which it does not support; set it to fp16 or no"
         )
     return precision

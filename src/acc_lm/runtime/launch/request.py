@@ -48,7 +48,7 @@ def read_launch(config: Config | None, typed: Namespace | None = None) -> Launch
         typed: arguments of `accelerate launch`; None: read them from its command line.
 
     Raises:
-        MachineError: the launch did not provide what it asked for, or this machine cannot run it.
+        MachineError: the launch did not provide what it requested, or this machine cannot run it.
         ConfigError: the recipe cannot be trained by this launch.
     """
     with accelerates_own_refusals():

@@ -33,27 +33,27 @@ def time_collective(kind: str, num_bytes: int, device: torch.device, repeats: in
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     share = max(1, num_bytes // 4 // world)
-    whole = torch.full((share * world,), float(rank + 1), device=device)
+    full = torch.full((share * world,), float(rank + 1), device=device)
     part = torch.full((share,), float(rank + 1), device=device)
     total = float(sum(range(1, world + 1)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has new names, 2.11 only these
         run: Callable[[], Any]
         if kind == "all-reduce":
-            run = lambda: dist.all_reduce(whole)  # noqa: E731
+            run = lambda: dist.all_reduce(full)  # noqa: E731
             run()
-            right = bool((whole == total).all())
+            right = bool((full == total).all())
         elif kind == "all-gather":
-            run = lambda: dist.all_gather_into_tensor(whole, part)  # noqa: E731
+            run = lambda: dist.all_gather_into_tensor(full, part)  # noqa: E731
             run()
-            right = all(float(whole[i * share]) == i + 1 for i in range(world))
+            right = all(float(full[i * share]) == i + 1 for i in range(world))
         else:
-            run = lambda: dist.reduce_scatter_tensor(part, whole)  # noqa: E731
+            run = lambda: dist.reduce_scatter_tensor(part, full)  # noqa: E731
             run()
             right = bool((part == total).all())
         if not right:
             raise RuntimeError(f"{kind} of {num_bytes} bytes gave a wrong result")
-        whole.zero_(), part.zero_()  # repeated sums would soon be infinite
+        full.zero_(), part.zero_()  # repeated sums would soon be infinite
         run()
         seconds = [_seconds(run, device) for _ in range(repeats)]
     return 4 * share * world, seconds_of_slowest(seconds, device)

@@ -92,7 +92,7 @@ def out_of_memory(error: BaseException, config: Config) -> OutOfMemoryError:
     """Build the error for a lack of memory, with the cheapest remedy that the run does not use yet."""
     words = " ".join(str(error).split())[:160] or type(error).__name__
     return OutOfMemoryError(
-        f"memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
+        f"the memory must hold a step with training.micro_batch_size {config.training.micro_batch_size}, got: {words}; "
         f"{next_rung(config)}; run the same command to resume from the last checkpoint"
     )
 
@@ -150,7 +150,7 @@ def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch:
     problem = None
     try:
         inner = getattr(optimizer, "optimizer", optimizer)
-        moments_to_come = [
+        reserved = [
             torch.empty_like(getattr(p, "_local_tensor", p))
             for group in inner.param_groups
             for p in group["params"]
@@ -161,7 +161,7 @@ def _try_once(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch:
         alone = getattr(model, "module", model)
         loss = alone(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
         accelerator.backward(loss * 0.0)
-        del loss, moments_to_come
+        del loss, reserved
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -85,7 +85,7 @@ class Peers:
         self._gone: tuple[float, dict[int, str]] | None = None
         """Time (monotonic, in seconds) at which processes were first seen dead, and their states by rank."""
         self._end_of_work: Any = None
-        self._asked = 0.0
+        self._end_marked_at = 0.0
         self._phase, self._since, self._is_watched = "starting", time.monotonic(), False
         me = psutil.Process()
         self._peers = gather_objects(accelerator, Peer(platform.node(), me.pid, me.create_time()))
@@ -174,9 +174,9 @@ class Peers:
                 "",
             )
         if self._end_of_work is None or self._end_of_work.query():
-            self._end_of_work, self._asked = end_of_work(self._accelerator.device), now
-        if self._end_of_work is not None and now - self._asked > self._timeout:
-            return self._error(states, f"for {now - self._asked:.0f} s")
+            self._end_of_work, self._end_marked_at = end_of_work(self._accelerator.device), now
+        if self._end_of_work is not None and now - self._end_marked_at > self._timeout:
+            return self._error(states, f"for {now - self._end_marked_at:.0f} s")
         return None
 
     def explain(self, error: Exception) -> WorkerLostError | None:

@@ -116,12 +116,12 @@ class Pace:
         """Yield the loader's batches and record the wait for each; `span` names a section of a profile."""
         batches = iter(loader)
         while True:
-            asked = self._now()
+            requested = self._now()
             with span("data"):
                 batch = next(batches, None)
             if batch is None:
                 return
-            self._steps[-1].fetches.append((asked, self._now()))
+            self._steps[-1].fetches.append((requested, self._now()))
             yield batch
 
     def _now(self) -> Any:
@@ -163,23 +163,23 @@ class Pace:
         copying = [(step.called, step.forward)] if self._copies_buffers and step.forward is not None else []
         return sum(self._between(*stand) for stand in (*step.stands, *copying))
 
-    def look(self, seconds: float, mine: float) -> Look:
+    def look(self, seconds: float, local: float) -> Look:
         """Summarize the steps since the last look. Every process must call it.
 
         Call it after a log, when the device has finished all queued work.
 
         Args:
             seconds: time that these steps took.
-            mine: number of this process, to be summed over all processes.
+            local: number of this process, to be summed over all processes.
         """
         steps, self._steps = self._steps, []
         count = max(len(steps), 1)
         data = sum(self._between(*fetch) for step in steps for fetch in step.fetches) / count
         if not steps or self._accelerator.num_processes == 1:
-            return Look(data, 0.0, 0.0, mine, None)
+            return Look(data, 0.0, 0.0, local, None)
         device = self._accelerator.device
         seen = steps[:MOST_STEPS]
-        numbers = [data, mine, *(self._stood(step) for step in seen), *(self._own(step) for step in steps)]
+        numbers = [data, local, *(self._stood(step) for step in seen), *(self._own(step) for step in steps)]
         dtype = torch.float32 if device.type == "mps" else torch.float64
         everyone = self._accelerator.gather(torch.tensor([numbers], device=device, dtype=dtype)).tolist()
         stood = [numbers[2 : 2 + len(seen)] for numbers in everyone]
@@ -206,5 +206,5 @@ class Pace:
         everyone = ", ".join(f"{seconds:.2f}" for seconds in times)
         return (
             f"warning: process {slowest} holds up the others by {lost:.2f} of {step:.2f} s in each step; "
-            f"until they first meet in a step the processes take {everyone} s"
+            f"before they first wait for each other in a step, the processes take {everyone} s"
         )

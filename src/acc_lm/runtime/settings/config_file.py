@@ -82,7 +82,7 @@ def config_file() -> Path | None:
     named = os.environ.get(CONFIG_FILE_VARIABLE) or getattr(arguments, "config_file", None)
     if named:
         if not Path(named).is_file():
-            raise MachineError(f"the Accelerate config file must be there, got nothing at {named!r}; name another")
+            raise MachineError(f"the Accelerate config file must exist, got nothing at {named!r}; name another")
         return Path(named)
     if arguments is None:
         return None
@@ -180,7 +180,7 @@ def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
                 _, environment = prepare_simple_launcher_cmd_env(arguments)
     except (ValueError, OSError, ImportError) as error:
         raise MachineError(
-            f"{file} must be one that Accelerate launches, got: {' '.join(str(error).split())}; correct it"
+            f"{file} must be one that Accelerate can launch, got: {' '.join(str(error).split())}; correct it"
         ) from None
     return arguments, environment
 
@@ -257,10 +257,10 @@ def _problem(section: str, key: str, values: dict[str, Any]) -> str | None:
         if key in _top_keys():
             hint = "it belongs to the top of the file, without a section around it"
         elif others:
-            hint = f"it belongs into {others[0]}"
+            hint = f"it belongs in {others[0]}"
         else:
             hint = f"did you mean {near[0]}?" if near else "remove it"
-        return f"{key} must be a key that Accelerate reads there (others it ignores), got {key!r}; {hint}"
+        return f"{key} must be a key that Accelerate reads there (it ignores others), got {key!r}; {hint}"
     name = key if key.startswith("fsdp_") else f"fsdp_{key}"
     if section == "fsdp_config" and str(values.get("fsdp_version", values.get("version", 1))) == "2":
         now = ARGUMENT_KEY_MAPPING.get(name, name)

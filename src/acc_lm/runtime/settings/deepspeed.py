@@ -39,7 +39,7 @@ def deepspeed_config() -> dict[str, Any]:
         config: dict[str, Any] = json.loads(Path(file).read_text())
     except OSError:
         raise MachineError(
-            f"deepspeed_config_file must exist, got {file!r}; give its path relative to the current folder or to the yaml"
+            f"deepspeed_config_file must exist, got {file!r}; give its path relative to where you launch, or to the yaml"
         ) from None
     except ValueError as error:
         raise MachineError(f"{file} must be JSON, got: {error}; correct it") from None
@@ -140,7 +140,7 @@ def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], prec
         if settings.get(key, "auto") not in ("auto", value)
     ]
     problems += [
-        f"{file}: {key} must be left out, got one; the recipe's {key} section is handed over"
+        f"{file}: {key} must be left out, got one; the recipe's {key} section is used instead"
         for key in ("optimizer", "scheduler")
         if key in settings
     ]
@@ -149,21 +149,21 @@ def _refuse_contradictions(settings: dict[str, Any], owned: dict[str, Any], prec
         if enabled not in ("auto", precision == name):
             problems.append(
                 f"{file}: {name}.enabled must be auto or {str(precision == name).lower()}, got {str(enabled).lower()}; "
-                "precision is the recipe's (training.mixed_precision); set it to auto"
+                "precision comes from the recipe (training.mixed_precision); set it to auto"
             )
     if settings.get("torch_autocast", {}).get("enabled"):
         problems.append(
-            f"{file}: torch_autocast must be left out; precision is the recipe's (training.mixed_precision)"
+            f"{file}: torch_autocast must be left out; precision comes from the recipe (training.mixed_precision)"
         )
     if problems:
         raise MachineError(*problems)
 
 
 def overruled_settings(config: Config, accumulation: int) -> list[str]:
-    """List the settings of the launch that the recipe overrules, one line each."""
+    """List the settings of the launch that the recipe overrides, one line each."""
     if _is_by_hand():
         return []
-    asked = {
+    requested = {
         "gradient_accumulation_steps": (os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"), accumulation),
         "gradient_clipping": (
             os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto"),
@@ -172,8 +172,8 @@ def overruled_settings(config: Config, accumulation: int) -> list[str]:
     }
     written = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")  # the launcher fills in the others by itself
     return [
-        f"{key} {value} of the Accelerate config is overruled: the recipe makes it {ours}"
-        for key, (value, ours) in asked.items()
+        f"{key} {value} of the Accelerate config is overridden: the recipe sets it to {ours}"
+        for key, (value, ours) in requested.items()
         if key in written and value not in ("auto", "none") and float(value) != float(ours)
     ]
 

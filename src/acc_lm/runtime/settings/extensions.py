@@ -165,7 +165,7 @@ def _build(name: str, root: Path, done: Path) -> None:
     except subprocess.TimeoutExpired:
         shutil.rmtree(aside, ignore_errors=True)
         raise MachineError(
-            f"DeepSpeed's {name} must build within {BUILD_SECONDS} s, got none; look at the machine's load"
+            f"DeepSpeed's {name} must build within {BUILD_SECONDS} s, got none; check the machine's load"
         ) from None
     for built in aside.iterdir():
         target = root / built.name

@@ -28,18 +28,18 @@ def check_machine(key: str, strategy: str) -> None:
     """
     if strategy.startswith("deepspeed"):
         raise MachineError(
-            f"{key} must be bf16 or no under DeepSpeed, got fp8, which torchao has for one GPU, DDP and FSDP2; use "
+            f"{key} must be bf16 or no under DeepSpeed, got fp8, which torchao supports for one GPU, DDP and FSDP2; use "
             "accelerate_configs/fsdp2.yaml"
         )
     if find_spec("torchao") is None:
         raise MachineError(
-            f"{key} must be bf16 or no without torchao, got fp8; install it (pip install 'acc-lm[fp8]'), or use bf16"
+            f"{key} must be bf16 or no without torchao, got fp8; install it (pip install 'acc-lm[fp8]') or set it to bf16"
         )
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise MachineError(
-            f"{key} must be bf16 or no on {torch.cuda.get_device_name()}, got fp8, which takes compute capability 8.9 and it has {found}; "
-            "use bf16"
+            f"{key} must be bf16 or no on {torch.cuda.get_device_name()}, got fp8, which needs compute capability 8.9 and it has {found}; "
+            "set it to bf16"
         )
 
 
@@ -56,7 +56,7 @@ def check_recipe(config: Config) -> None:
         )
     if config.model.dtype != "float32":
         raise ConfigError(
-            f"model.dtype must be float32 with training.mixed_precision fp8, got {config.model.dtype}; leave it out"
+            f"model.dtype must be float32 with training.mixed_precision fp8, got {config.model.dtype}; remove it"
         )
 
 
@@ -71,7 +71,7 @@ def check_rows(config: Config, micro_batch_size: int) -> None:
     if rows * length % MULTIPLE:
         raise ConfigError(
             f"data.sequence_length x training.micro_batch_size must be a multiple of {MULTIPLE} with training.mixed_precision fp8, got "
-            f"{length} x {rows}; make data.sequence_length one"
+            f"{length} x {rows}; make data.sequence_length such a multiple"
         )
 
 
