@@ -1,7 +1,7 @@
 """Answers of a model to prompts: greedy decoding in batches that do not change the result, or sampling.
 
 Prompts of a batch are padded on the left. Padding and the other prompts change a logit by rounding, which changes a choice
-only where the two likeliest tokens are equally close. Their distance is recorded at every step, and a prompt for which it
+only where the two most likely tokens are equally close. Their distance is recorded at every step, and a prompt for which it
 was too small anywhere is answered again, alone. Whether a model supports padding is tested with its own weights.
 """
 
@@ -65,7 +65,7 @@ def complete(
     Args:
         model: as transformers loads it, on this process's device.
         batch_size: prompts per batch; never changes an answer.
-        temperature: 0: always take the likeliest token; else the draws for a prompt depend only on `seed` and its index.
+        temperature: 0: always take the most likely token; else the draws for a prompt depend only on `seed` and its index.
     """
     model.eval()
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -1,7 +1,7 @@
 """Samples: greedy continuations of prompts at each evaluation, in `samples.jsonl` and in the trackers.
 
-Every process generates the same tokens with the prepared model, so sharded weights need not be gathered. The likeliest
-token is always taken: no random numbers are drawn, so the next steps are those of a run without samples.
+Every process generates the same tokens with the prepared model, so sharded weights need not be gathered. The most
+likely token is always taken: no random numbers are drawn, so the next steps are those of a run without samples.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _continue(
     packs: bool,
     between: Callable[[], None],
 ) -> list[list[int]]:
-    """Likeliest next ids of each prompt, with one forward pass per token.
+    """Most likely next ids of each prompt, with one forward pass per token.
 
     A causal model never sees what is to the right of a prompt's end, so it needs no mask.
 

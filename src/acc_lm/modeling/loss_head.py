@@ -104,7 +104,7 @@ def _logits_forward(
 
 
 def _at(values_BLX: Tensor, last_B: Tensor) -> Tensor:
-    """Values at one position of each row, [B, X]: the position whose likeliest next id is wanted."""
+    """Values at one position of each row, [B, X]: the position whose most likely next id is requested."""
     return values_BLX[torch.arange(len(last_B), device=last_B.device), last_B]
 
 
@@ -151,7 +151,7 @@ def ignore_padding(model: PreTrainedModel) -> None:
 def _head_is_plain(model: PreTrainedModel) -> bool:
     """Test that logits = head(last hidden state), with nothing else applied to either.
 
-    The head is made to return random numbers. They must come out as the logits, bit for bit (a soft cap or a scale would
+    The head is made to return random numbers. The logits must equal them bit for bit (a soft cap or a scale would
     change them), and the head's input must be the base model's last hidden state.
     """
     head = model.get_output_embeddings()

@@ -85,7 +85,7 @@ def refuse_kernels(found: PreTrainedConfig, trust_remote_code: bool, key: str) -
     """Refuse an attention named like a repository, which would be fetched from the Hub and run.
 
     Raises:
-        ConfigError: the model asks for one, and `trust_remote_code` is false.
+        ConfigError: the model requests one, and `trust_remote_code` is false.
     """
     kernel = str(getattr(found, "_attn_implementation", None) or "")
     if "/" in kernel and not trust_remote_code:

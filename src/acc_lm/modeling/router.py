@@ -149,7 +149,7 @@ def routing_sums(router_logits: tuple[Tensor, ...], num_choices: int, targets: T
 
 @contextlib.contextmanager
 def recorded_router_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Record the router logits of every layer that runs in this context, whatever outputs the caller asks for."""
+    """Record the router logits of every layer that runs in this context, whatever outputs the caller requests."""
     seen: list[Tensor] = []
 
     def ask(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:

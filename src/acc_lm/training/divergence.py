@@ -74,7 +74,7 @@ class Watch:
     def state(self) -> dict[str, Any]:
         """Losses that the next one is compared with, and the number of steps skipped in a row.
 
-        A checkpoint keeps both, so that a resumed run detects the same.
+        A checkpoint keeps both, so that a resumed run detects the same events.
         """
         return {"recent_losses": list(self._recent), "skipped_in_a_row": self._skipped_in_a_row}
 

@@ -1,6 +1,6 @@
 """The engines: a model distributed over processes, its gradients, and the parts that each process holds.
 
-prepare       model and optimizer -> distributed over the processes by the engine that the launch asks for
+prepare       model and optimizer -> distributed over the processes by the engine that the launch requests
 shards        parts of each tensor on this process, for checkpoints and exports of every engine
 gradients     norm and clipping of the gradients, names of the non-finite ones
 identity      strategy, engine, placement and precision, read from the live objects

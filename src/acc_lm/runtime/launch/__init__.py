@@ -1,6 +1,6 @@
 """The launch: environment of the launcher -> Accelerator, or an error with the reason.
 
-accelerator   the Accelerator that the launch asks for
+accelerator   the Accelerator that the launch requests
 request       strategy, precision and plugins, read from the environment and checked against the recipe
 refusals      launches and recipes that would hang, crash or silently train something else
 rendezvous    port and store by which the processes find each other

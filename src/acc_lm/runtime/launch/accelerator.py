@@ -1,4 +1,4 @@
-"""Build the Accelerator that a launch asks for, from the environment that its launcher set."""
+"""Build the Accelerator that a launch requests, from the environment that its launcher set."""
 
 from __future__ import annotations
 

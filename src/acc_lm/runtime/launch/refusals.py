@@ -25,7 +25,7 @@ NCCL_ONLY_HOOKS = ("bf16",)
 
 
 def refuse_silent_single_process(typed: Namespace | None) -> None:
-    """Refuse the three kinds of launch that ask for several processes and silently get one."""
+    """Refuse the three kinds of launch that request several processes and silently get one."""
     if "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ and requested_processes(typed) > 1:
         raise MachineError(
             "the launch must start all requested processes, got one (accelerate starts only one for "

@@ -64,7 +64,7 @@ class Look:
 
 
 class Pace:
-    """Measures how long each process waits for communication and names stragglers. Use as a context manager.
+    """Monitor of how long each process waits for communication; it names stragglers. Use as a context manager.
 
     Early arrivals at a collective wait longer than late ones, so the minimum over processes is the communication itself.
     Each process then takes as long as the slowest. A straggler therefore shows only before the first forward of a step
@@ -152,7 +152,7 @@ class Pace:
         return seconds
 
     def _own(self, step: Marks) -> float:
-        """Seconds that this process needs for itself before it meets the others; the first batch precedes `called`."""
+        """Seconds that this process needs for itself before it first waits for the others; the first batch precedes `called`."""
         if step.forward_end is None:
             return 0.0
         forward = 0.0 if self._meets_in_forward else self._between(step.forward, step.forward_end)

@@ -62,7 +62,7 @@ def ring_share(kind: str, num_processes: int) -> float:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives of this process. Use as a context manager.
+    """Counter of the collectives of this process. Use as a context manager.
 
     Every collective passes torch's dispatcher, on this thread or on autograd's, even if torch's C++ starts it. Sends from
     callbacks on other threads, such as PowerSGD's on gloo, are not seen; `received_over_tcp` includes them.

@@ -1,6 +1,6 @@
 """Accelerate's settings: read, corrected, completed with the keys that the recipe owns.
 
-strategy      strategy and precision that the launch asks for, and the bare model inside its wrappers
+strategy      strategy and precision that the launch requests, and the bare model inside its wrappers
 config_file   settings in Accelerate's yaml that Accelerate itself would silently ignore
 fsdp          FSDP2 and HSDP: arguments for Accelerate
 deepspeed     DeepSpeed: arguments for Accelerate, and its settings from the recipe

@@ -23,7 +23,7 @@ CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 def deepspeed_config() -> dict[str, Any]:
-    """Read the DeepSpeed config that the launch asks for, from its file or from the launcher's variables.
+    """Read the DeepSpeed config that the launch requests, from its file or from the launcher's variables.
 
     Raises:
         MachineError: the file cannot be read, or does not configure ZeRO.
@@ -98,7 +98,7 @@ def deepspeed_plugin(
 
 
 def requested_plugin(precision: str, owned: dict[str, Any]) -> DeepSpeedPlugin:
-    """Build Accelerate's plugin, as the launch asks for it.
+    """Build Accelerate's plugin, as the launch requests it.
 
     Args:
         owned: settings of a recipe, by DeepSpeed's names.

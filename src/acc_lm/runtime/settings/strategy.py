@@ -1,4 +1,4 @@
-"""The strategy that the launch asks for, and the bare model inside that strategy's wrappers."""
+"""The strategy that the launch requests, and the bare model inside that strategy's wrappers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def has_accelerator() -> bool:
 
 
 def requested_strategy() -> str:
-    """Name of the strategy that the launch asks for, as in `environment.json`.
+    """Name of the strategy that the launch requests, as in `environment.json`.
 
     Raises:
         MachineError: the launch asks for an engine that this project does not run.
