@@ -307,7 +307,9 @@ def test_a_damaged_table_is_one_line(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"x.parquet must be a Parquet file, got .*; write the file again"):
         documents_in(tmp_path / "x.parquet", bytes(damaged))
     whole = files["arrow"].read_bytes()
-    with pytest.raises(DataError, match=r"x.arrow must be an Arrow file, got Expected to be able to read .*; write the file"):
+    with pytest.raises(
+        DataError, match=r"x.arrow must be an Arrow file, got Expected to be able to read .*; write the file"
+    ):
         documents_in(tmp_path / "x.arrow", whole[: len(whole) // 2])
     offsets = whole.find(np.cumsum([0, *(len(text.encode()) for text in words)]).astype("<i4").tobytes())
     assert offsets > 0

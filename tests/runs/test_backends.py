@@ -374,7 +374,8 @@ def test_accumulation_that_accelerate_config_wrote_is_overridden_with_a_line(tin
     environment = launcher_environment(ANSWERS / "deepspeed_zero2.yaml", 2)
     finished = run_training([*tiny, "--dry-run", "training.micro_batch_size=3"], 2, environment)
     assert (
-        "gradient_accumulation_steps 1 of the Accelerate config is overridden: the recipe sets it to 2" in finished.output
+        "gradient_accumulation_steps 1 of the Accelerate config is overridden: the recipe sets it to 2"
+        in finished.output
     )
 
 

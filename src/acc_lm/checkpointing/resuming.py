@@ -224,7 +224,7 @@ def _already_complete(output_dir: Path, config: Config) -> str | None:
     try:
         if "exported_step" not in summary:
             raise ConfigError("summary.json does not mention it")
-        finished = load_config(output_dir / "config.yaml")
+        finished = load_config(output_dir / RECIPE)
     except (UserError, OSError) as error:
         raise CheckpointError(
             f"{final} must belong to a known run, got one without checkpoints: {error}; {ways}"

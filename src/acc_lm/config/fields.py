@@ -47,9 +47,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 def _at_home(value: str) -> str:
     expanded = os.path.expanduser(value)
     if expanded.startswith("~"):
-        raise ValueError(
-            f"must start with the home folder of an existing user, got {value!r}; write the path in full"
-        )
+        raise ValueError(f"must start with the home folder of an existing user, got {value!r}; write the path in full")
     return expanded
 
 

@@ -219,7 +219,5 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
     table = table or ["  none: the targets stand for no text"]
     parts.append("\n".join(["held-out text, bits per byte (lower is better):", *table]))
-    parts.append(
-        f"model   {final}\ncurves  {final.parent / metrics_file.PICTURE}\nsummary {final.parent / summary.SUMMARY_FILE}"
-    )
+    parts.append(f"model   {final}\ncurves  {final.parent / PICTURE}\nsummary {final.parent / SUMMARY}")
     return "\n\n".join(parts)

@@ -131,9 +131,9 @@ class Profile:
         if problem := next((of["problem"] for of in everyone if "problem" in of), None):
             print(f"warning: no profile was written: {problem}", flush=True)
             return
-        (self._folder / SUMMARY).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
+        (self._folder / PAGE).write_text(summarize_steps(everyone, operators(events), self._first, self._folder))
         last = self._first + len(local["steps"]) - 1
-        print(f"profile of steps {self._first} to {last}: {self._folder / SUMMARY}", flush=True)
+        print(f"profile of steps {self._first} to {last}: {self._folder / PAGE}", flush=True)
 
     def stop(self) -> None:
         """Stop the profiler without writing anything."""
