@@ -381,7 +381,7 @@ def test_accumulation_that_accelerate_config_wrote_is_overridden_with_a_line(tin
 
 @pytest.mark.parametrize(("name", "text"), [
     ("fsdp1", "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml"),
-    ("multi_cpu", "got one process"),
+    ("multi_cpu", "must start all requested processes, got one"),
 ])  # fmt: skip
 def test_configs_that_cannot_run_are_one_line(name: str, text: str, tiny: list[str]) -> None:
     environment = launcher_environment(ANSWERS / f"{name}.yaml", 2)
