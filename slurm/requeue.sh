@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Requeue a SLURM job if its run can resume; called by train.sbatch after the run.
+# Requeue a SLURM job if its run can resume from where it stopped; called by train.sbatch after the run.
 #
-#     slurm/requeue.sh --before OUTPUT_DIR                  where the run stands: attempts in summary.json, newest checkpoint
-#     slurm/requeue.sh [--stopped] OUTPUT_DIR BEFORE        BEFORE: the line above, as it was before the run started
+#     slurm/requeue.sh --before OUTPUT_DIR                  print the state of the run: attempts in summary.json, newest checkpoint
+#     slurm/requeue.sh [--stopped] OUTPUT_DIR BEFORE        BEFORE: the output of the line above, from before the run started
 #
-# The launcher turns every exit code into 1, so the `status` in summary.json decides, if it is this job's. A run that wrote
-# none was killed: with --stopped because its time was over, and it resumes; otherwise the reason is unknown, and a person must look.
+# The launcher turns every exit code into 1, so the `status` in summary.json decides, if this job wrote it. A run that wrote
+# none was killed. With --stopped it was killed because its time was over, and the job is requeued; otherwise the cause is unknown
+# and a person must look.
 set -euo pipefail
 
 field() {
@@ -50,13 +51,13 @@ if [[ $reason == "the file STOP" ]]; then
     echo "not requeued: the file STOP asked for an end"
     exit
 fi
-# A process that is short of memory, or a time too short for a checkpoint, would be met again in every turn. The first turn may have
-# been bad luck.
+# A process short of memory, or a time limit too short for a checkpoint, would end every turn the same way. The first turn gets the
+# benefit of the doubt.
 if [[ -n ${SLURM_RESTART_COUNT:-} && $(newest) == "$newest_before" && ($status == worker_lost || -n $stopped) ]]; then
-    echo "not requeued: the status of $output_dir is $status, and this turn saved nothing; mend what ends it, and submit it again"
+    echo "not requeued: the status of $output_dir is $status, and this turn saved nothing; fix what ends it and submit the job again"
     exit
 fi
-# A job that was cancelled or preempted is in other hands already.
+# A job that was cancelled or preempted needs no requeueing here: SLURM or its user has already decided.
 state=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*')
 if [[ $state != JobState=RUNNING ]]; then
     echo "not requeued: the job is not running any more, $state"
