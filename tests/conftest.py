@@ -6,8 +6,6 @@ import functools
 import importlib
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,18 +46,6 @@ torch.set_num_threads(1)
 matplotlib.use("Agg")
 # DeepSpeed asks four times per start, and each answer takes a second.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begin DeepSpeed's build, over a minute on two cores, while workers run what does not need it; those that do wait."""
-    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
-        code = "from processes import build_extensions_once; build_extensions_once(needs_nvme=False)"
-        path = os.pathsep.join([str(processes.ROOT / "src"), str(processes.ROOT / "tests/support")])
-        environment = {**os.environ, "PYTHONPATH": path, "ACC_LM_CACHE": str(processes.KEPT_CACHE)}
-        (processes.KEPT_CACHE / "torch_extensions").mkdir(parents=True, exist_ok=True)
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
 
 
 @pytest.hookimpl(tryfirst=True)

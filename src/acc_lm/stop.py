@@ -11,15 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from acc_lm.errors import EXIT_INTERRUPTED, Preempted
 from acc_lm.launcher import is_main_process, is_torchrun
-
-if TYPE_CHECKING:
-    pass
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAVE = "SAVE"

@@ -314,10 +314,10 @@ def learned_changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple
         if not is_learned(name):
             continue
         was, now = before.get(key), after.get(key)
-        if key == "data.mixture":  # places, as above
-            places = ("files", "eval_files", "dataset")
+        if key == "data.mixture":  # a filled one is flattened: None and empty are the same
             was, now = (
-                [{k: v for k, v in part.items() if k not in places} for part in parts or ()] for parts in (was, now)
+                [{k: v for k, v in part.items() if is_learned(f"data.{k}")} for part in parts or ()]
+                for parts in (was, now)
             )
         longer = key in ("training.max_steps", "training.num_epochs") and was and now and now > was
         if was != now and not longer:
