@@ -28,6 +28,10 @@ def test_the_order_never_changes_between_versions() -> None:
     assert RowOrder(42, 100, 5).rows_at(7).tolist() == [62, 92, 96, 43, 85]
 
 
+def test_without_shuffling_the_order_is_that_of_the_text() -> None:
+    assert RowOrder(5, 10, 4, shuffle=False).rows_at(3).tolist() == [8, 9, 0, 1]
+
+
 @pytest.mark.parametrize(("num_processes", "micro_batch_size"), [(1, 12), (1, 3), (2, 3), (3, 4), (4, 1), (6, 2)])
 def test_processes_share_the_rows_of_each_step_without_overlap(num_processes: int, micro_batch_size: int) -> None:
     order = RowOrder(seed=0, num_rows=31, global_batch_size=12)

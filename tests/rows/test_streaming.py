@@ -27,7 +27,7 @@ from acc_lm.data import build_data
 from acc_lm.errors import DataError
 from acc_lm.rows import stream_reader
 from acc_lm.rows.loader import MicroBatches, build_loader
-from acc_lm.rows.order import RowOrder, StreamOrder
+from acc_lm.rows.order import StreamOrder
 from acc_lm.rows.stream_reader import Position, Shards, State, Stream, open_shards
 from acc_lm.rows.streams import StreamReader
 from acc_lm.run_files.metrics_file import read
@@ -509,7 +509,3 @@ def test_rows_of_a_stream_are_available_only_while_it_is_read(shards: list[Path]
     assert data.train[0]["targets"].shape == (1, 16)
     with pytest.raises(AssertionError):
         data.train.count_targets(np.arange(8))
-
-
-def test_the_order_of_disk_without_shuffling_is_that_of_the_text() -> None:
-    assert RowOrder(5, 10, 4, shuffle=False).rows_at(3).tolist() == [8, 9, 0, 1]

@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -85,6 +86,7 @@ class Launch:
         self, function: Callable[[], int | None], num_processes: int = 1, environment: dict[str, str] | None = None
     ):
         self.folder = Path(tempfile.mkdtemp())
+        self.final_outputs: list[str] | None = None
         if (environment or {}).get("ACCELERATE_USE_DEEPSPEED") == "true":
             build_extensions_once("nvme" in (environment or {}).values())
             cpuinfo.get_cpu_info()  # remembered for the processes that are forked
@@ -165,9 +167,13 @@ class Launch:
                     break
                 raise TimeoutError(f"processes were still running after {timeout} s:\n" + "\n".join(self.outputs()))
             time.sleep(0.005)
-        return Finished([codes.get(pid, -signal.SIGKILL) for pid in self.pids], self.outputs())
+        self.final_outputs = self.outputs()
+        shutil.rmtree(self.folder)
+        return Finished([codes.get(pid, -signal.SIGKILL) for pid in self.pids], self.final_outputs)
 
     def outputs(self) -> list[str]:
+        if self.final_outputs is not None:
+            return self.final_outputs
         files = [self.folder / f"output-{rank}" for rank in range(len(self.pids))]
         return [file.read_text(errors="replace") if file.exists() else "" for file in files]
 
