@@ -24,6 +24,11 @@ def test_epochs_and_seeds_differ() -> None:
     assert (np.abs(np.corrcoef(orders)[~np.eye(4, dtype=bool)]) < 0.15).all()
 
 
+def test_an_order_that_is_cached_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        permutation(0, 0, 5)[0] = 1
+
+
 def test_the_order_never_changes_between_versions() -> None:
     assert RowOrder(42, 100, 5).rows_at(7).tolist() == [62, 92, 96, 43, 85]
 
@@ -67,6 +72,7 @@ def test_steps_of_epochs() -> None:
     assert [step for step in range(1, 20) if order.completes_epochs(step, 1)] == [4, 7, 10, 13, 16, 19]
     assert RowOrder(0, 200, 8).count_steps(2.2) == 55, "as typed, not as a float has it"
     assert not any(order.completes_epochs(step, None) for step in range(1, 20))
+    assert order.epochs_at(40) == 1.6
 
 
 def test_with_another_global_batch_the_position_continues() -> None:

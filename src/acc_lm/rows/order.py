@@ -13,7 +13,7 @@ A run that resumes with another global batch size continues at the next place, s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, lru_cache
 
@@ -99,7 +99,7 @@ class StreamOrder(RowOrder):
     the batch takes complete streams.
     """
 
-    num_streams: int = 1
+    num_streams: int = field(kw_only=True)
 
     def rows_at(self, step: int) -> np.ndarray:
         numbers = np.arange(
