@@ -23,6 +23,14 @@ def test_every_token_but_the_first_is_a_target_once(num_tokens: int, num_rows: i
     assert targets.tolist() == list(range(101, 100 + num_tokens))
     assert rows.count_targets(np.arange(num_rows)) == num_tokens - 1
     assert batch["input_ids"].shape == batch["targets"].shape == (num_rows, 4)
+    numbers = rows.units_of(np.arange(num_rows), batch)[(batch["targets"] != IGNORE_INDEX).numpy()]
+    assert numbers.tolist() == list(range(1, num_tokens))
+
+
+def test_documents_kept_apart_count_their_places_from_the_token_before_them() -> None:
+    batch = Rows(np.array([7, 0, 8, 9, 0, 5, 6, 3, 4], dtype=np.uint16), 4, end=0)[0]
+    assert batch["position_ids"].tolist() == [[0, 0, 1, 2]]
+    assert batch["document_ids"].tolist() == [[0, 1, 1, 1]]
 
 
 class Handlers(Rows):
