@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from acc_lm.progress import Progress, extend_ledger
-from acc_lm.rows.loader import MicroBatches, evaluation_batches
+from acc_lm.rows.loader import MicroBatches, by_length, evaluation_batches
 from acc_lm.rows.order import RowOrder, StreamOrder, permutation
 
 
@@ -59,6 +59,12 @@ def test_processes_share_the_rows_of_each_step_without_overlap(num_processes: in
         mine = [np.concatenate(batches[i * accumulation : (i + 1) * accumulation]) for batches in per_process]
         assert np.concatenate(mine).tolist() == order.rows_at(step).tolist()
         assert all(len(batch) == micro_batch_size for batches in per_process for batch in batches)
+
+
+def test_processes_take_turns_in_getting_the_longer_rows() -> None:
+    lengths = np.arange(16)
+    rows = by_length(np.arange(16), lengths, num_processes=2, micro_batch_size=2)
+    assert rows.tolist() == [15, 14, 9, 8, 7, 6, 1, 0, 13, 12, 11, 10, 5, 4, 3, 2]
 
 
 def test_a_batch_larger_than_the_data_wraps_around() -> None:
