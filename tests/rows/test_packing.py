@@ -28,7 +28,7 @@ from acc_lm.modeling.attention import (
 )
 from acc_lm.modeling.checks import check_packing
 from acc_lm.modeling.loss_head import install_loss
-from acc_lm.rows.loader import MicroBatches, by_length, evaluation_batches
+from acc_lm.rows.loader import MicroBatches, evaluation_batches
 from acc_lm.rows.order import RowOrder
 from acc_lm.rows.packing import CHUNK_TOKENS, WIDTH, PackedRows, one_per_row, pack
 from acc_lm.rows.text_rows import Rows
@@ -230,8 +230,6 @@ def test_grouping_by_length_keeps_the_batch_and_saves_padding() -> None:
             for each in (grouped, plain)
         )
         assert slowest < 0.8 * before, "processes wait for the slowest one"
-    dealt = by_length(np.arange(8), np.array([5, 9, 7, 1, 8, 6, 2, 3]), 2, 2)
-    assert dealt.tolist() == [1, 4, 6, 3, 2, 5, 0, 7], "9 8 | 2 1 and 7 6 | 5 3"
     evaluated = evaluation_batches(3, batch_size=2, process=0, num_processes=1, lengths=np.array([5, 9, 7, 1]))
     assert [batch.tolist() for batch in evaluated] == [[1, 2], [0, -1]]
 
