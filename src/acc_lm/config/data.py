@@ -82,6 +82,8 @@ class SourceConfig(Section):
         return self
 
 
+SOURCES_OF_TEXT = {"dataset": "hub", "files": "files", "mixture": "mixture"}
+"""Keys of `data` that name a text, each with the source that it implies; the last one wins."""
 KEYS_OF_SOURCES = {
     "dataset_config": ("hub",),
     "dataset_split": ("hub",),
@@ -165,9 +167,9 @@ class DataConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _mixture_is_a_source(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("mixture") and "source" not in values:
-            return {**values, "source": "mixture"}
+    def _text_implies_its_source(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "source" not in values:
+            return {**values, **{"source": source for key, source in SOURCES_OF_TEXT.items() if values.get(key)}}
         return values
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from acc_lm.config import Config, flatten
+from acc_lm.config.data import KEYS_OF_SOURCES, SOURCES_OF_TEXT
 from acc_lm.config.messages import COMMAND, MAY_HAVE_LINES, explain_problem, place_in_recipe
 from acc_lm.errors import ConfigError
 from acc_lm.redaction import CONTROL, HIDDEN, URL_LOGIN, is_secret
@@ -42,7 +43,9 @@ def _load(file: str | Path, overrides: Sequence[str]) -> Config:
             f"accelerate launch --config_file {file} train.py"
         )
     sources = {key: f"{file}:{line}" for key, line in lines.items()}
+    before = _source_of(values)
     problems = [problem for override in overrides if (problem := _apply(values, sources, override))]
+    _drop_what_is_replaced(values, sources, before)
     if other := next(_keys_that_are_no_text(values), None):
         where, key = other
         raise ConfigError(f"{file}: keys must be words, got {key!r} in {where or 'the recipe'}; remove it, or quote it")
@@ -71,7 +74,7 @@ def _load(file: str | Path, overrides: Sequence[str]) -> Config:
             if ".".join(map(str, detail["loc"])) not in secrets:
                 problems.append(explain_problem(detail, sources))
     model_config = values.get("model", {}).get("config") if isinstance(values.get("model"), dict) else None
-    if isinstance(model_config, dict):
+    if isinstance(model_config, dict) and not problems:  # a misspelt key is answered before transformers is loaded
         problems += [
             f"{place_in_recipe(sources, f'model.config.{key}')}{problem}"
             for key, problem in model_config_problems(model_config)
@@ -204,6 +207,42 @@ def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
         for key, value in node.value:
             yield f"{prefix}{key.value}", key.start_mark.line + 1
             yield from _key_lines(value, f"{prefix}{key.value}.")
+
+
+def _source_of(values: dict[str, Any]) -> str | None:
+    """Source of a recipe's text, named or implied; None: not known."""
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return None
+    implied = [source for key, source in SOURCES_OF_TEXT.items() if data.get(key)]
+    return data.get("source") or (implied[-1] if implied else None)
+
+
+def _drop_what_is_replaced(values: dict[str, Any], sources: dict[str, str], before: str | None) -> None:
+    """Drop keys of the recipe that keys on the command line replace: another length of the run, another text.
+
+    A text named on the command line needs no `data.source`. It replaces the recipe's text, and the prompts that belong to that.
+
+    Args:
+        before: source of the recipe's own text.
+    """
+
+    def is_typed(key: str) -> bool:
+        return sources.get(key) == COMMAND
+
+    def drop(section: str, *names: str) -> None:
+        for name in names:
+            if isinstance(values.get(section), dict) and not is_typed(f"{section}.{name}"):
+                values[section].pop(name, None)
+
+    for key, other in (("max_steps", "num_epochs"), ("num_epochs", "max_steps")):
+        if is_typed(f"training.{key}") and values["training"][key] is not None:
+            drop("training", other)
+    typed = [source for key, source in SOURCES_OF_TEXT.items() if is_typed(f"data.{key}")]
+    if typed and not is_typed("data.source") and before != typed[-1]:
+        drop("data", "source", "eval_files", *SOURCES_OF_TEXT, *KEYS_OF_SOURCES)
+        drop("export", "sample_prompt")
+        drop("tracking", "sample_prompts")
 
 
 def _apply(values: dict[str, Any], sources: dict[str, str], override: str) -> str | None:

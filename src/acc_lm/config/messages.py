@@ -62,7 +62,7 @@ FOREIGN_NAMES = {
     "grad_clip": "optimizer.max_grad_norm",
     "lr_scheduler_type": "schedule.name",
     "lr_scheduler_kwargs": "schedule.arguments",
-    "warmup_ratio": "schedule.warmup_steps",
+    "warmup_ratio": "schedule.warmup_steps (a number below 1 is a share)",
     "warmup_iters": "schedule.warmup_steps",
     "min_lr": "schedule.min_learning_rate",
     "save_steps": "checkpoint.every",

@@ -159,7 +159,8 @@ class Config(Section):
         steps = self.training.max_steps
         if steps is not None and self.schedule.warmup_steps > steps:
             raise ValueError(
-                f"schedule.warmup_steps must be at most training.max_steps {steps}, got {self.schedule.warmup_steps}; for instance schedule.warmup_steps={steps // 10}"
+                f"schedule.warmup_steps must be at most training.max_steps {steps}, got {self.schedule.warmup_steps}; lower it, or write a share "
+                "of the run: schedule.warmup_steps=0.03"
             )
         profiled = self.profile.steps
         if steps is not None and profiled is not None and profiled[1] > steps:

@@ -16,6 +16,7 @@ from acc_lm.config.fields import (
     Rate,
     Section,
     Settings,
+    WarmupSteps,
     as_tuple,
     nearest_multiples,
 )
@@ -128,8 +129,8 @@ class ScheduleConfig(Section):
 
     name: Literal[SCHEDULES] = "cosine"  # type: ignore[valid-type]
     """Name of a schedule in transformers; `cosine` with a `min_learning_rate` becomes `cosine_with_min_lr`."""
-    warmup_steps: Count = 30
-    """Number of steps over which the rate rises linearly from 0."""
+    warmup_steps: WarmupSteps = 0.03
+    """Number of steps over which the rate rises linearly from 0; a number below 1 is a share of the run's steps, rounded up."""
     min_learning_rate: Rate = 0.0
     """Learning rate at the end of the schedule, for the cosine schedules that take one."""
     arguments: Settings = {}
@@ -147,6 +148,10 @@ class ScheduleConfig(Section):
                 f"{self.scale_learning_rate}; set it to the global batch size for which optimizer.learning_rate was chosen, or remove both"
             )
         return self
+
+    def count_warmup_steps(self, num_steps: float) -> int:
+        """Number of steps of the warmup, in a run of `num_steps` steps; a share is rounded up, as transformers does."""
+        return self.warmup_steps if isinstance(self.warmup_steps, int) else math.ceil(self.warmup_steps * num_steps)
 
     def scale(self, global_batch_size: int) -> float:
         """Factor of the learning rates for this global batch size."""

@@ -36,14 +36,15 @@ def build_schedule(
     scale = config.scale(global_batch_size) if global_batch_size else 1.0
     lag_steps = lag / global_batch_size if lag and global_batch_size else 0
     length = num_steps - lag_steps
-    name, arguments = _name_and_arguments(config, scale, length)
+    warmup = config.count_warmup_steps(length)
+    name, arguments = _name_and_arguments(config, scale, length, warmup)
     peak = optimizer.learning_rate * scale
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     try:
         scheduler = get_scheduler(
             name,
             carrier,
-            num_warmup_steps=config.warmup_steps,
+            num_warmup_steps=warmup,
             num_training_steps=cast(int, length),  # a fraction works too
             scheduler_specific_kwargs=arguments,
         )
@@ -53,7 +54,7 @@ def build_schedule(
             return peak * float(factor(min(step, num_steps) - lag_steps - 1))
 
         first = 1 + max(0, math.ceil(lag_steps))
-        _check_rates(learning_rate_at, peak, range(first, num_steps + 1), first + config.warmup_steps)
+        _check_rates(learning_rate_at, peak, range(first, num_steps + 1), first + warmup)
     except Exception as error:  # each schedule raises its own error types, some only in the middle of a run
         reason = str(error).split(") ")[-1]
         raise ConfigError(
@@ -62,20 +63,21 @@ def build_schedule(
     return learning_rate_at
 
 
-def _name_and_arguments(config: ScheduleConfig, scale: float, length: float) -> tuple[str, dict[str, Any]]:
+def _name_and_arguments(config: ScheduleConfig, scale: float, length: float, warmup: int) -> tuple[str, dict[str, Any]]:
     """Name of transformers' schedule, and the arguments of its own.
 
     Args:
         scale: factor on the recipe's rates.
         length: steps of the run, possibly a fraction.
+        warmup: steps of the warmup.
 
     Raises:
         ConfigError: warmup and decay do not fit into the run, or a constant schedule has arguments.
     """
     name, arguments = config.name, dict(config.arguments)
-    if config.warmup_steps > length:
+    if warmup > length:
         raise ConfigError(
-            f"schedule.warmup_steps must be at most the run's {length:g} steps, got {config.warmup_steps}; lower it"
+            f"schedule.warmup_steps must be at most the run's {length:g} steps, got {warmup}; lower it, or write a share like 0.03"
         )
     if name.startswith("constant") and arguments:
         raise ConfigError(f"schedule.arguments must be empty for schedule {name}, got {arguments}; remove them")
@@ -87,10 +89,10 @@ def _name_and_arguments(config: ScheduleConfig, scale: float, length: float) -> 
     if (
         isinstance(decay, (int, float))
         and arguments.get("num_stable_steps") is None
-        and decay > length - config.warmup_steps
+        and decay > length - warmup
     ):
         raise ConfigError(
-            f"schedule.arguments.num_decay_steps must be at most the {length - config.warmup_steps:g} steps after the warmup, got {decay:g}, "
+            f"schedule.arguments.num_decay_steps must be at most the {length - warmup:g} steps after the warmup, got {decay:g}, "
             "so the run would begin in the middle of the decay; lower it"
         )
     return name, arguments

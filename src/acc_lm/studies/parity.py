@@ -208,7 +208,7 @@ def _default_cases() -> Sequence[str]:
 
 def short_run(config: Config, steps: int) -> list[str]:
     """Overrides that shorten the recipe without changing the computation of a step."""
-    warmup = min(config.schedule.warmup_steps, steps // 5)
+    warmup = min(config.schedule.warmup_steps, steps // 5 or 0.5)
     micro = config.training.micro_batch_size
     return [
         f"training.max_steps={steps}",
