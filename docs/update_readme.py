@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from acc_lm.project import read_headers
+
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("multi_node_ddp", "fsdp2_grad_op", "fsdp2_offload", "deepspeed_zero2_offload", "deepspeed_zero1")
 """Cases of docs/promises/parity.md that the README leaves out."""
@@ -41,15 +43,10 @@ def recipe_table() -> str:
         "| recipe (what) | | hardware | memory of each process, measured, or of each GPU, estimated |",
         "|---|---|---|---|",
     ]
-    for file in sorted((ROOT / "recipes").glob("*.yaml"), key=lambda file: (file.stem != "quickstart", file.stem)):
-        lines = [line[2:] for line in file.read_text().splitlines() if line.startswith("# ")]
-        text = " ".join(lines[1:])
-        hardware, memory = (
-            re.findall(rf"^{name}.*?: (.*?)\.?$", "\n".join(lines), re.M)[0] for name in ("Hardware", "Memory")
-        )
-        what = re.split(r"\. ", text)[0]
-        figures = memory.partition(", by")[0].removesuffix(", measured")
-        rows.append(f"| [{file.stem}](recipes/{file.name}) | {what} | {hardware} | {figures} |")
+    rows += [
+        f"| [{header.file.stem}](recipes/{header.file.name}) | {header.what} | {header.hardware} | {header.memory} |"
+        for header in read_headers(ROOT / "recipes")
+    ]
     return "\n".join(rows)
 
 

@@ -9,13 +9,20 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from acc_lm.errors import EXIT_INTERRUPTED, UserError, print_problems
+from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
 from acc_lm.redaction import print_anything
 
 VERBS = {
+    "start": {
+        "train": "train a recipe, as `python train.py` does: acc-lm train [RECIPE] [section.key=value ...]",
+        "launch": "train on several processes: `accelerate launch` with a config by name",
+        "recipes": "list the recipes; --show NAME prints one",
+        "new": "make a folder with train.py, a recipe and an Accelerate config, to own and edit",
+        "path": "print where a recipe, an Accelerate config or train.py is",
+    },
     "run": {
         "keep-going": "restart a run until it has ended; exit code 70 when a restart makes no progress",
         "doctor": "show what this machine has; check whether an Accelerate config can run on it (exit code 4 if not)",
@@ -34,6 +41,7 @@ VERBS = {
     "reference": {"recipe": "print the reference of all recipe keys"},
 }
 USAGES = {
+    "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",
     "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
     "scaling": "acc-lm scaling [--config RECIPE] [--config_file FILE] [--processes 1,2,4] [--steps N] [--output FILE] [section.key=value ...]",
     "bench-comm": "acc-lm bench-comm [--config RECIPE] [--processes N] [--sizes SIZE,...] [--parts NAME,...] [--output FILE] [section.key=value ...]",
@@ -62,9 +70,13 @@ def stdout_on_stderr(is_wanted: bool = True) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `acc-lm` command; returns the exit code."""
     print_anything()
-    known = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code: int = importlib.import_module(f"acc_lm.cli.{known.verb.replace('-', '_')}").run(known)
+        if arguments[:1] in (["train"], ["launch"]):  # train.py and Accelerate parse what follows
+            code: int = importlib.import_module(f"acc_lm.cli.{arguments[0]}").main(arguments[1:])
+        else:
+            known = parse(arguments)
+            code = importlib.import_module(f"acc_lm.cli.{known.verb.replace('-', '_')}").run(known)
         return code
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,6 +87,18 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print_problems(error)
         return error.exit_code
+
+
+def recipe_of(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Recipe and overrides of a command line: the first word without `=` may be the recipe, instead of --config.
+
+    Raises:
+        ConfigError: two recipes are given.
+    """
+    names = [word for word in words if "=" not in word]
+    if len(names) > 1:
+        raise ConfigError(f"command line: must have one recipe, got {' and '.join(names)}; write keys as section.key=value")
+    return (*names, config)[0], [word for word in words if "=" in word]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -100,6 +124,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if "overrides" in known:  # overrides may come before, between and after the options
         known.overrides += [word for word in strange if not word.startswith("-")]
         strange = [word for word in strange if word.startswith("-")]
+        if "config" in known:
+            known.config, known.overrides = recipe_of(known.config, known.overrides)
     if strange:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
     known.verb = verb

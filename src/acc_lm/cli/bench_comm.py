@@ -11,7 +11,6 @@ from acc_lm.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
-        type=Path,
         metavar="RECIPE",
         help="recipe whose model is used (default: a model with 45 MB of gradients)",
     )

@@ -13,13 +13,13 @@ from acc_lm.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config_file", type=Path, metavar="FILE", help="Accelerate config to check, e.g. accelerate_configs/ddp.yaml"
+        "--config_file", metavar="FILE", help="Accelerate config to check, e.g. accelerate_configs/ddp.yaml"
     )
     parser.add_argument(
         "--num_processes", type=int, metavar="N", help="total number of processes, as for accelerate launch"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="RECIPE", help="recipe to check as well: whether it can be trained there"
+        "--config", metavar="RECIPE", help="recipe to check as well: whether it can be trained there"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override")

@@ -11,8 +11,7 @@ from acc_lm.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
-        type=Path,
-        default=Path("recipes/quickstart.yaml"),
+        default="quickstart",
         metavar="FILE",
         help="recipe (default: quickstart)",
     )
@@ -32,10 +31,5 @@ def run(known: argparse.Namespace) -> int:
 
     if known.steps < 2:
         raise ConfigError(f"--steps must be at least 2, got {known.steps}; raise it")
-    root = Path.cwd()
-    if not (root / "train.py").is_file():
-        raise ConfigError(
-            f"acc-lm parity must be started in the folder of train.py, got {root}; change into the project's folder"
-        )
     cases = [case for case in known.cases.split(",") if case]
-    return parity(known.config, known.overrides, cases, known.steps, root, known.output)
+    return parity(known.config, known.overrides, cases, known.steps, known.output)

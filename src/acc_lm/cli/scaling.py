@@ -10,10 +10,10 @@ from acc_lm.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, default=Path("recipes/quickstart.yaml"), metavar="RECIPE", help="default: quickstart"
+        "--config", default="quickstart", metavar="RECIPE", help="default: quickstart"
     )
     parser.add_argument(
-        "--config_file", type=Path, metavar="FILE", help="Accelerate config (default: accelerate_configs/ddp.yaml)"
+        "--config_file", metavar="FILE", help="Accelerate config (default: accelerate_configs/ddp.yaml)"
     )
     parser.add_argument(
         "--processes", default="1,2", metavar="N,...", help="numbers of processes; 1 runs plain Python (default 1,2)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import sys
 import time
@@ -15,18 +16,20 @@ from typing import NoReturn
 
 import psutil
 
+from acc_lm.cli import recipe_of
 from acc_lm.config import Config, Mode
 from acc_lm.config.loading import dump_config, load_config
 from acc_lm.config.messages import FOREIGN_NAMES
 from acc_lm.config.reference import help_text
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, Preempted, UserError, print_problems
 from acc_lm.launcher import die_with_launcher
+from acc_lm.project import training_script
 from acc_lm.redaction import print_anything, redact
 from acc_lm.run_files.output_dir import open_output_dir
 from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import StopRequest, handlers_kept
 
-USAGE = "train.py [--config FILE] [--dry-run | --eval-only] [--print-config] [section.key=value ...]"
+USAGE = "train.py [--config RECIPE | RECIPE] [--dry-run | --eval-only] [--print-config] [section.key=value ...]"
 
 
 def end_at_once(output_dir: str | None, error: UserError) -> NoReturn:
@@ -95,6 +98,15 @@ def run_to_its_end(
     return code
 
 
+def main(arguments: list[str]) -> int:
+    """`acc-lm train`: run train.py with these arguments; return its exit code."""
+    script = training_script()
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    code: int = importlib.import_module("train").main(arguments)
+    return code
+
+
 def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tuple[Config, Mode] | None:
     """Recipe of this command line and the mode to run it in; None after --print-config, which has printed the recipe.
 
@@ -110,7 +122,7 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", type=Path, default=default_recipe, metavar="FILE", help="recipe (default: recipes/quickstart.yaml)"
+        "--config", metavar="RECIPE", help="recipe: a file, or the name of one in recipes/ (default: quickstart)"
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved recipe, which reproduces the run, and exit"
@@ -132,13 +144,14 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         help="evaluate the newest checkpoint of output_dir, else model.name_or_path, add a line to metrics.jsonl, and exit",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override; the last one wins"
+        "overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override; the last one wins; a word without = is the recipe"
     )
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     strange = [argument for argument in unknown if argument.startswith("-")]
     if strange:
         raise ConfigError(*(_explain_option(option) for option in strange))
-    config = load_config(known.config, known.overrides)
+    recipe, overrides = recipe_of(known.config, known.overrides)
+    config = load_config(recipe or default_recipe, overrides)
     if known.print_config:
         print(dump_config(config), end="")
         return None

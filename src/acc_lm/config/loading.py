@@ -18,11 +18,12 @@ from acc_lm.config import Config, flatten
 from acc_lm.config.data import KEYS_OF_SOURCES, SOURCES_OF_TEXT
 from acc_lm.config.messages import COMMAND, MAY_HAVE_LINES, explain_problem, place_in_recipe
 from acc_lm.errors import ConfigError
+from acc_lm.project import find_recipe
 from acc_lm.redaction import CONTROL, HIDDEN, URL_LOGIN, is_secret
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe file, apply `dotted.key=value` overrides to it and validate the result.
+    """Read a recipe file, or the named one of recipes/, apply `dotted.key=value` overrides to it and validate the result.
 
     Raises:
         ConfigError: with one line for each problem found.
@@ -36,7 +37,8 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _load(file: str | Path, overrides: Sequence[str]) -> Config:
-    values, lines = _read(Path(file))
+    file = find_recipe(file)
+    values, lines = _read(file)
     if "compute_environment" in values:
         raise ConfigError(
             f"{file} must be a recipe, got a config file of Accelerate; pass that to the launcher: "
@@ -165,12 +167,6 @@ def _yaml() -> YAML:
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Mapping in a YAML file, and the line number of every dotted key."""
-    if not file.is_file():
-        folder = file.parent if file.parent.is_dir() else Path("recipes")
-        near = difflib.get_close_matches(str(file), [str(p) for p in sorted(folder.glob("*.yaml"))], n=1, cutoff=0.3)
-        raise ConfigError(
-            f"{file} must be a recipe file, got nothing there; " + (f"nearest: {near[0]}" if near else "check the path")
-        )
     try:
         text = file.read_text(encoding="utf-8")
         values = _yaml().load(text)

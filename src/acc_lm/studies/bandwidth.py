@@ -12,12 +12,12 @@ from typing import Any
 
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError, MachineError
+from acc_lm.project import find_accelerate_config
 from acc_lm.studies.launching import (
     LAUNCH_SECONDS,
     check_num_processes,
     launch,
     num_accelerators,
-    project_folder,
     shared_cores,
 )
 from acc_lm.studies.tables import machine_line, replace_block
@@ -26,7 +26,7 @@ PARTS = ("collectives", "buckets", "memory", "hooks", "accumulation", "data-para
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 CPU_SIZES, GPU_SIZES = "4KiB,64KiB,1MiB,16MiB", "4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
 BUCKETS = (1, 5, 25, 100)
-DEFAULT_RECIPE = Path("recipes/quickstart.yaml")
+DEFAULT_RECIPE = "quickstart"
 PASSED_BY = (
     "All gradients are in one bucket. The error is the relative error of one gradient, for PowerSGD the first that it compresses; later "
     "steps make up for what it leaves out. On gloo, PowerSGD sends from callbacks that the counter does not see; the system's count over TCP "
@@ -84,7 +84,6 @@ def bench_comm(
         num_processes: number of processes; None: one for each GPU, or 2 with fewer than two GPUs.
         output: Markdown file; bench-comm.json is written next to it.
     """
-    root = project_folder("bench-comm")
     devices = num_accelerators()
     count = num_processes or (devices if devices > 1 else 2)
     if count < 2:
@@ -105,7 +104,7 @@ def bench_comm(
     rows: dict[str, list[dict[str, Any]]] = {}
     facts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="acc-lm-bench-comm-") as folder:
-        for file, number, wanted in _launches(root, count, devices, parts):
+        for file, number, wanted in _launches(count, devices, parts):
             found = _run(file, number, {**plan, "parts": wanted}, Path(folder))
             facts = facts or found["facts"]
             for part, measured in found["rows"].items():
@@ -129,11 +128,11 @@ def bench_comm(
     return 0
 
 
-def _launches(root: Path, count: int, devices: int, parts: Sequence[str]) -> list[tuple[Path | None, int, list[str]]]:
+def _launches(count: int, devices: int, parts: Sequence[str]) -> list[tuple[Path | None, int, list[str]]]:
     """(Accelerate config, number of processes, parts) of each launch."""
     from acc_lm.runtime import BUCKETED_CONFIGS
 
-    first, *others = (root / "accelerate_configs" / f"{name}.yaml" for name in BUCKETED_CONFIGS)
+    first, *others = (find_accelerate_config(name) for name in BUCKETED_CONFIGS)
     launches: list[tuple[Path | None, int, list[str]]] = [(first, count, [p for p in parts if p != "data-parallel"])]
     if "buckets" in parts:
         launches += [(file, count, ["buckets"]) for file in others]

@@ -158,20 +158,6 @@ def check_num_processes(count: int, key: str) -> None:
         )
 
 
-def project_folder(verb: str) -> Path:
-    """Folder with `train.py`, `recipes/` and `accelerate_configs/`, which must be the current directory.
-
-    Raises:
-        ConfigError: `train.py` is not in the current directory.
-    """
-    root = Path.cwd()
-    if not (root / "train.py").is_file():
-        raise ConfigError(
-            f"acc-lm {verb} must be started in the folder of train.py, got {root}; change into the project's folder"
-        )
-    return root
-
-
 def shared_cores(counts: Sequence[int]) -> list[str]:
     """A note for each number of processes that exceeds the CPU cores; empty where there are GPUs."""
     cores = os.cpu_count() or 1

@@ -14,6 +14,7 @@ from typing import Any
 from acc_lm.config import Config
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
+from acc_lm.project import find_accelerate_config, training_script
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.runtime import refusal
@@ -126,17 +127,15 @@ def parity(
     overrides: Sequence[str],
     cases: Sequence[str],
     steps: int,
-    root: Path,
     output: Path | None,
 ) -> int:
     """Run every case, print the table as it grows, and write it; return 0 when all are within the tolerance, else 1.
 
     Args:
-        root: folder with `train.py` and `accelerate_configs/`.
         output: Markdown file to write, and a JSON file of the same name next to it; None: neither.
     """
     config = load_config(recipe, overrides)
-    chosen, left_out = _cases(cases, root, config)
+    chosen, left_out = _cases(cases, config)
     settings = [*overrides, *short_run(config, steps)]
     tolerance = tolerance_of(config)
     print(f"{recipe}: {steps} steps, {len(chosen)} launches; tolerance {_list(tolerance)}", flush=True)
@@ -148,7 +147,7 @@ def parity(
     reference: tuple[dict[int, dict[str, float]], str] | None = None
     with tempfile.TemporaryDirectory(prefix="acc-lm-parity-") as folder:
         for case in chosen:
-            row, measured = _run(case, recipe, settings, Path(folder), root, reference)
+            row, measured = _run(case, recipe, settings, Path(folder), reference)
             reference = reference or measured
             rows.append(row)
             print(_line(row, tolerance), flush=True)
@@ -172,18 +171,14 @@ def tolerance_of(config: Config) -> dict[str, float]:
     return {name: max(bound, of_optimizer.get(name, 0.0)) for name, bound in tolerance.items()}
 
 
-def _cases(names: Sequence[str], root: Path, config: Config) -> tuple[list[Case], list[str]]:
+def _cases(names: Sequence[str], config: Config) -> tuple[list[Case], list[str]]:
     chosen, left_out = [], []
     for name in names or _default_cases():
         stem, _, count = name.rpartition(":") if ":" in name else (name, "", "")
-        file = Path(stem) if stem.endswith((".yaml", ".yml", ".json")) else root / "accelerate_configs" / f"{stem}.yaml"
         if stem == "single":
             chosen.append(Case(None, 1))
             continue
-        if not file.is_file():
-            raise ConfigError(
-                f"--cases must name Accelerate configs, got {stem}: {file} does not exist; see accelerate_configs/"
-            )
+        file = find_accelerate_config(stem)
         if not count.isdigit() or int(count) < 1:
             raise ConfigError(f"--cases must be written NAME:PROCESSES, got {name}; for example fsdp2:2")
         case = Case(file, int(count))
@@ -230,11 +225,10 @@ def _run(
     recipe: Path,
     settings: list[str],
     folder: Path,
-    root: Path,
     reference: tuple[dict[int, dict[str, float]], str] | None,
 ) -> tuple[ParityRow, tuple[dict[int, dict[str, float]], str] | None]:
     output_dir = folder / case.name.replace(" ", "-")
-    script = [str(root / "train.py"), "--config", str(recipe), *settings, f"output_dir={output_dir}"]
+    script = [str(training_script()), "--config", str(recipe), *settings, f"output_dir={output_dir}"]
     started = time.monotonic()
     problem = launch(
         script, case.file, case.num_processes, folder / "output", CASE_SECONDS, num_machines=case.num_machines

@@ -15,13 +15,13 @@ from typing import Any
 from acc_lm.config import nearest_multiples
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
+from acc_lm.project import find_accelerate_config, training_script
 from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.studies.launching import (
     LAUNCH_SECONDS,
     check_num_processes,
     launch,
     num_accelerators,
-    project_folder,
     shared_cores,
 )
 from acc_lm.studies.parity import Case, largest_differences, read_metrics, short_run, tolerance_of
@@ -100,11 +100,8 @@ def scaling(
         config_file: Accelerate config for more than one process; None: ddp.yaml.
         output: Markdown file; scaling.json and scaling.png are written next to it.
     """
-    root = project_folder("scaling")
     config = load_config(recipe, overrides)
-    file = config_file or root / "accelerate_configs" / "ddp.yaml"
-    if not file.is_file():
-        raise ConfigError(f"--config_file must be an Accelerate config, got nothing at {file}; see accelerate_configs/")
+    file = find_accelerate_config(config_file or "ddp")
     check_num_processes(counts[-1], "--processes")
     plan = _plan(config.training.global_batch_size, counts)
     for count, global_batch_size in dict.fromkeys((count, size) for _, count, size in plan):
@@ -123,7 +120,7 @@ def scaling(
             if (count, size) not in measured:
                 print(f"launching {count} x, global batch {size} ...", flush=True)
                 case = Case(file if count > 1 else None, count)
-                measured[count, size] = _measure(case, root, recipe, settings, size, steps, Path(folder))
+                measured[count, size] = _measure(case, recipe, settings, size, steps, Path(folder))
                 problem = measured[count, size].get("problem")
                 if problem and len(measured) == 1:
                     raise ConfigError(
@@ -197,11 +194,11 @@ def _log_every(steps: int) -> int:
 
 
 def _measure(
-    case: Case, root: Path, recipe: Path, settings: Sequence[str], global_batch_size: int, steps: int, folder: Path
+    case: Case, recipe: Path, settings: Sequence[str], global_batch_size: int, steps: int, folder: Path
 ) -> dict[str, Any]:
     output_dir = folder / f"run-{case.num_processes}-{global_batch_size}"
     program = [
-        str(root / "train.py"),
+        str(training_script()),
         "--config",
         str(recipe),
         *settings,
