@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from acc_lm.project import read_headers
+from acc_lm.config.project import read_headers
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = ("multi_node_ddp", "fsdp2_grad_op", "fsdp2_offload", "deepspeed_zero2_offload", "deepspeed_zero1")

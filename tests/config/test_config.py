@@ -69,6 +69,57 @@ def test_a_file_name_alone_is_a_list_of_one() -> None:
     assert load_config(QUICKSTART, ["data.source=files", "data.files=a.txt"]).data.files == ("a.txt",)
 
 
+@pytest.mark.parametrize(
+    ("key", "source"),
+    [
+        ("data.files=a.txt", "files"),
+        ("data.dataset=org/name", "hub"),
+        ("data.mixture=[{files: a.txt, weight: 1}]", "mixture"),
+    ],
+)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_text_on_the_command_line_replaces_that_of_any_recipe(recipe: Path, key: str, source: str) -> None:
+    config = load_config(recipe, [key])
+    assert config.data.source == source
+    before = load_config(recipe)
+    if before.data.source != source:
+        assert (config.export.sample_prompt, config.tracking.sample_prompts) == (None, ()), (
+            "they belong to the other text"
+        )
+        assert (config.data.eval_files, config.data.eval_split, config.data.dataset_config) == ((), None, None)
+    else:
+        assert config.export.sample_prompt == before.export.sample_prompt
+
+
+def test_prompts_and_sources_that_are_typed_are_kept() -> None:
+    config = load_config(QUICKSTART, ["data.files=a.txt", "export.sample_prompt=Once", "data.eval_files=b.txt"])
+    assert (config.export.sample_prompt, config.data.eval_files) == ("Once", ("b.txt",))
+    with pytest.raises(ConfigError, match=r"data\.files must be empty for source synthetic"):
+        load_config(QUICKSTART, ["data.files=a.txt", "data.source=synthetic"])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda file: file.stem)
+def test_any_recipe_can_be_made_short_or_measured_in_epochs(recipe: Path) -> None:
+    short = load_config(recipe, ["training.max_steps=20"])
+    assert (short.training.max_steps, short.training.num_epochs) == (20, None)
+    assert 1 <= short.schedule.count_warmup_steps(20) <= 2
+    assert load_config(recipe, ["training.num_epochs=2"]).training.max_steps is None
+
+
+def test_recipes_have_names_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart") == load_config("recipes/quickstart.yaml") == load_config(QUICKSTART)
+    with pytest.raises(
+        ConfigError,
+        match="quickstrat must be a recipe file, or the name of a recipe, got nothing there; nearest: quickstart",
+    ):
+        load_config("quickstrat")
+    (tmp_path / "recipes").mkdir()
+    own = (tmp_path / "recipes/quickstart.yaml").write_text(QUICKSTART.read_text().replace("seed: 42", "seed: 1"))
+    assert own
+    assert load_config("quickstart").seed == 1, "the project of this folder comes first"
+
+
 def test_another_model_type_replaces_the_models_mapping() -> None:
     config = load_config(QUICKSTART, ["model.config={model_type: gpt2, n_embd: 64}"])
     assert config.model.config == {"model_type": "gpt2", "n_embd": 64}
@@ -105,7 +156,27 @@ LINES = [
     ("schedule.warmup_steps=4000", "schedule.warmup_steps", "at most training.max_steps 3000"),
     ("schedule.min_learning_rate=0.5", "schedule.min_learning_rate", "at most optimizer.learning_rate"),
     ("schedule.name=linear", "schedule.min_learning_rate", "must be 0 for schedule linear"),
-    ("training.num_epochs=1", "training", "exactly one of max_steps and num_epochs, got both"),
+    ("training={max_steps: 5, num_epochs: 1}", "training", "exactly one of max_steps and num_epochs, got both"),
+    (
+        "schedule.warmup_steps=3001",
+        "schedule.warmup_steps",
+        "at most training.max_steps 3000, got 3001; lower it, or write a share",
+    ),
+    (
+        "schedule.warmup_steps=1.0",
+        "schedule.warmup_steps",
+        "a whole number of steps, or a share of the run below 1, got 1.0",
+    ),
+    (
+        "schedule.warmup_steps=-1",
+        "schedule.warmup_steps",
+        "a whole number of steps, or a share of the run below 1, got -1",
+    ),
+    (
+        "schedule.warmup_steps=few",
+        "schedule.warmup_steps",
+        "a whole number of steps, or a share of the run below 1, got 'few'",
+    ),
     ("training.max_steps=null", "training", "exactly one of max_steps and num_epochs, got neither"),
     (
         "training.micro_batch_size=3",
@@ -117,7 +188,7 @@ LINES = [
     ("model.config.hiden_size=3", "model.config.hiden_size", "did you mean hidden_size?"),
     ("model.config.num_attention_heads=5", "model.config", "not a multiple of the number of attention heads (5)"),
     ("model.config.hidden_size=many", "model.config.hidden_size", "expected int"),
-    ("data.files=a.txt", "data.files", "set data.source to files"),
+    ("data.eval_files=a.txt", "data.eval_files", "set data.source to files"),
     ("data.source=files", "data.files", "add data.files"),
     ("data.source=hub", "data.dataset", "add data.dataset"),
     ("checkpoint.keep_last=1", "checkpoint.keep_last", "must be a number >= 2, got 1"),
@@ -314,7 +385,7 @@ def test_defaults_are_those_of_the_design() -> None:
         config.optimizer.betas,
         config.schedule.name,
         config.schedule.warmup_steps,
-    ) == (3e-3, (0.9, 0.95), "cosine", 30)
+    ) == (3e-3, (0.9, 0.95), "cosine", 0.03)
     assert (
         config.checkpoint.every,
         config.checkpoint.keep_last,

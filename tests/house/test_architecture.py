@@ -17,7 +17,7 @@ TABLE = re.findall(r"^\| \[`(\w+)(/?)`\]\(\S+\) \| (.*) \|$", (ROOT / "docs/arch
 ROOMS = [name for name, is_room, _ in TABLE if is_room]
 GROUND = [name for name, is_room, _ in TABLE if not is_room]
 FRONTS = ("config", "data", "training", "runtime")
-INSIDE = {"config": ("loading", "messages", "reference"), "training": ("step",)}
+INSIDE = {"config": ("loading", "messages", "project", "reference"), "training": ("step",)}
 """Modules of a room with a front that others may import directly: a front with them would load more than they need."""
 MODULES = sorted(SOURCE.rglob("*.py"))
 PARTS_OF_RUNTIME = re.findall(

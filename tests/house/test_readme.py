@@ -45,7 +45,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for verb in (verb for verbs in cli.VERBS.values() for verb in verbs):
         module = importlib.import_module(f"acc_lm.cli.{verb.replace('-', '_')}")
-        monkeypatch.setattr(module, "run", lambda known: 0)  # everything is done except the work
+        monkeypatch.setattr(module, "run", lambda known: 0, raising=False)  # everything is done except the work
+        monkeypatch.setattr(module, "main", lambda arguments: 0, raising=False)
     monkeypatch.chdir(ROOT)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in commands(page):

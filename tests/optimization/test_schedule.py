@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import ROOT
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from acc_lm.config import SCHEDULES, OptimizerConfig, ScheduleConfig
 from acc_lm.errors import ConfigError
@@ -57,7 +58,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
             ScheduleConfig(name="constant_with_warmup", warmup_steps=1, arguments={"x": 1}), OptimizerConfig(), 10
         )
     with pytest.raises(ConfigError, match="at most the run's 10 steps, got 30"):
-        build_schedule(ScheduleConfig(), OptimizerConfig(), 10)
+        build_schedule(ScheduleConfig(warmup_steps=30), OptimizerConfig(), 10)
     rate = build_schedule(
         ScheduleConfig(name="cosine_with_min_lr", warmup_steps=0, arguments={"min_lr_rate": 0.1}),
         OptimizerConfig(learning_rate=1.0),
@@ -66,6 +67,15 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     assert rate(1000) == pytest.approx(0.1, rel=1e-2)
     with pytest.raises(ConfigError, match="num_decay_steps"):
         build_schedule(ScheduleConfig(name="warmup_stable_decay", warmup_steps=1), OptimizerConfig(), 10)
+
+
+@pytest.mark.parametrize(("share", "num_steps", "warmup"), [(0.03, 3000, 90), (0.1, 25, 3), (0.5, 1, 1), (0.0, 9, 0)])
+def test_a_share_of_warmup_is_that_of_the_trainer(share: float, num_steps: int, warmup: int) -> None:
+    assert TrainingArguments.get_warmup_steps(SimpleNamespace(warmup_steps=share), num_steps) == warmup
+    shared, counted = (
+        build_schedule(ScheduleConfig(warmup_steps=each), OptimizerConfig(), num_steps) for each in (share, warmup)
+    )
+    assert [shared(step) for step in range(1, num_steps + 1)] == [counted(step) for step in range(1, num_steps + 1)]
 
 
 @pytest.mark.parametrize(

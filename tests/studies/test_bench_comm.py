@@ -110,7 +110,7 @@ def test_bench_comm_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypa
     (["--parts", "hooks,buckets,colectives"], "--parts must be among collectives, buckets, memory, hooks, accumulation, data-parallel, got 'colectives'"),
     (["--processes", "1"], "--processes must be at least 2 to exchange something, got 1; raise it"),
     (["--repeats", "0"], "--repeats must be at least 1, got 0; raise it"),
-    (["--config", "nowhere.yaml"], "nowhere.yaml must be a recipe file, got nothing there"),
+    (["--config", "nowhere.yaml"], "nowhere.yaml must be a recipe file, or the name of a recipe, got nothing there"),
 ])  # fmt: skip
 def test_bench_comm_refuses_what_it_cannot_do_in_one_line(
     arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -137,7 +137,7 @@ def test_launches_are_as_many_as_there_are_engines_with_buckets() -> None:
     from acc_lm.studies.bandwidth import PARTS, _launches
 
     def shown(devices: int, parts: tuple[str, ...]) -> list[tuple[str | None, int, list[str]]]:
-        return [(file and file.stem, count, names) for file, count, names in _launches(ROOT, 4, devices, parts)]
+        return [(file and file.stem, count, names) for file, count, names in _launches(4, devices, parts)]
 
     most = list(PARTS[:-1])
     assert shown(0, PARTS) == [("ddp", 4, most), ("deepspeed_zero2", 4, ["buckets"])]

@@ -268,7 +268,7 @@ def test_scaling_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypatch
     (["--steps", "5"], "--steps must be at least 6, got 5; raise it"),
     (["--processes", "1,5"], "training.global_batch_size must be a multiple of each of --processes, got 12 for 5; nearest: 10, 15"),
     (["--processes", "1,2", "training.micro_batch_size=5"], "training.global_batch_size must be a multiple of micro_batch_size 5"),
-    (["--config_file", "nowhere.yaml"], "--config_file must be an Accelerate config, got nothing at nowhere.yaml; see accelerate_configs/"),
+    (["--config_file", "nowhere.yaml"], "nowhere.yaml must be an Accelerate config, or the name of one, got nothing there"),
     (["training.max_stops=3"], "must be a known key, got 'max_stops'; did you mean max_steps?"),
 ])  # fmt: skip
 def test_scaling_refuses_what_it_cannot_do_in_one_line(

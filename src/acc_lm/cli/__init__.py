@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
 from acc_lm.redaction import print_anything
 
@@ -89,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
 
 
-def recipe_of(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_recipe(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Recipe and overrides of a command line: the first word without `=` may be the recipe, instead of --config.
 
     Raises:
@@ -97,7 +98,9 @@ def recipe_of(config: str | None, words: Sequence[str]) -> tuple[str | None, lis
     """
     names = [word for word in words if "=" not in word]
     if len(names) > 1:
-        raise ConfigError(f"command line: must have one recipe, got {' and '.join(names)}; write keys as section.key=value")
+        raise ConfigError(
+            f"command line: must have one recipe, got {' and '.join(names)}; write keys as section.key=value"
+        )
     return (*names, config)[0], [word for word in words if "=" in word]
 
 
@@ -125,7 +128,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         known.overrides += [word for word in strange if not word.startswith("-")]
         strange = [word for word in strange if word.startswith("-")]
         if "config" in known:
-            known.config, known.overrides = recipe_of(known.config, known.overrides)
+            known.config, known.overrides = split_recipe(known.config, known.overrides)
+    if getattr(known, "config_file", None) is not None:
+        known.config_file = find_accelerate_config(known.config_file)
     if strange:
         parser.error(f"unrecognized arguments: {' '.join(strange)}")
     known.verb = verb

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from acc_lm.cli import stdout_on_stderr
 from acc_lm.errors import ConfigError
@@ -18,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_processes", type=int, metavar="N", help="total number of processes, as for accelerate launch"
     )
-    parser.add_argument(
-        "--config", metavar="RECIPE", help="recipe to check as well: whether it can be trained there"
-    )
+    parser.add_argument("--config", metavar="RECIPE", help="recipe to check as well: whether it can be trained there")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override")
 

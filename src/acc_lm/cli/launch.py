@@ -7,8 +7,8 @@ import shlex
 import sys
 
 from acc_lm.cli import USAGES
+from acc_lm.config.project import find_accelerate_config, training_script
 from acc_lm.errors import ConfigError
-from acc_lm.project import find_accelerate_config, training_script
 
 END = "end of the command line"
 
@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> int:
     of_training = [known.training_script, *known.training_script_args][:-1]
     options = rest[: len(rest) - len(of_training)]
     if "--config_file" in options:
-        raise ConfigError(f"--config_file must be left out, got it with {arguments[0]}, which names the config; remove one")
+        raise ConfigError(
+            f"--config_file must be left out, got it with {arguments[0]}, which names the config; remove one"
+        )
     command = ["accelerate", "launch", "--config_file", str(file), *options, str(training_script()), *of_training]
     print(shlex.join(command), file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *command[2:]])

@@ -6,8 +6,8 @@ import argparse
 import shutil
 from pathlib import Path
 
+from acc_lm.config.project import CONFIGS, RECIPES, find_accelerate_config, find_recipe, project_folder
 from acc_lm.errors import ConfigError
-from acc_lm.project import CONFIGS, RECIPES, find_accelerate_config, find_recipe, project_folder
 
 MAKEFILE = """\
 # make train: {recipe} on whatever is here. make rehearse: the same on two processes of this machine, with {config}.
@@ -22,9 +22,15 @@ rehearse:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make; it must not exist yet, or be empty")
-    parser.add_argument("--recipe", default="quickstart", metavar="NAME", help="recipe to start from (default: quickstart)")
-    parser.add_argument("--config", default="ddp", metavar="NAME", help="Accelerate config to start from (default: ddp)")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder to make; it must not exist yet, or be empty"
+    )
+    parser.add_argument(
+        "--recipe", default="quickstart", metavar="NAME", help="recipe to start from (default: quickstart)"
+    )
+    parser.add_argument(
+        "--config", default="ddp", metavar="NAME", help="Accelerate config to start from (default: ddp)"
+    )
 
 
 def run(known: argparse.Namespace) -> int:

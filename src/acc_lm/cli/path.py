@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from acc_lm.config.project import find_accelerate_config, find_recipe, training_script
 from acc_lm.errors import ConfigError
-from acc_lm.project import find_accelerate_config, find_recipe, training_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

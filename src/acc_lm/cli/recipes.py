@@ -6,7 +6,7 @@ import argparse
 import shutil
 import textwrap
 
-from acc_lm.project import RECIPES, find_recipe, project_folder, read_headers
+from acc_lm.config.project import RECIPES, find_recipe, project_folder, read_headers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

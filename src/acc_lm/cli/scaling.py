@@ -9,9 +9,7 @@ from acc_lm.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", default="quickstart", metavar="RECIPE", help="default: quickstart"
-    )
+    parser.add_argument("--config", default="quickstart", metavar="RECIPE", help="default: quickstart")
     parser.add_argument(
         "--config_file", metavar="FILE", help="Accelerate config (default: accelerate_configs/ddp.yaml)"
     )

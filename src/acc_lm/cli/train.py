@@ -16,14 +16,14 @@ from typing import NoReturn
 
 import psutil
 
-from acc_lm.cli import recipe_of
+from acc_lm.cli import split_recipe
 from acc_lm.config import Config, Mode
 from acc_lm.config.loading import dump_config, load_config
 from acc_lm.config.messages import FOREIGN_NAMES
+from acc_lm.config.project import training_script
 from acc_lm.config.reference import help_text
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, Preempted, UserError, print_problems
 from acc_lm.launcher import die_with_launcher
-from acc_lm.project import training_script
 from acc_lm.redaction import print_anything, redact
 from acc_lm.run_files.output_dir import open_output_dir
 from acc_lm.run_files.summary import write_failure
@@ -144,13 +144,16 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         help="evaluate the newest checkpoint of output_dir, else model.name_or_path, add a line to metrics.jsonl, and exit",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to override; the last one wins; a word without = is the recipe"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="keys of the recipe to override; the last one wins; a word without = is the recipe",
     )
     known, unknown = parser.parse_known_intermixed_args(list(arguments))
     strange = [argument for argument in unknown if argument.startswith("-")]
     if strange:
         raise ConfigError(*(_explain_option(option) for option in strange))
-    recipe, overrides = recipe_of(known.config, known.overrides)
+    recipe, overrides = split_recipe(known.config, known.overrides)
     config = load_config(recipe or default_recipe, overrides)
     if known.print_config:
         print(dump_config(config), end="")

@@ -7,6 +7,7 @@ training     sections `training`, `optimizer` and `schedule`
 fields       types of the fields, with the errors that they raise
 loading      YAML and overrides -> Config
 messages     one error line per problem: place, expected value, the key that was meant
+project      train.py, recipes and Accelerate configs by name, in a clone and in an installed package
 reference    --help, docs/reference/recipe.md and the JSON schema, generated from the fields
 """
 

@@ -84,6 +84,13 @@ class SourceConfig(Section):
 
 SOURCES_OF_TEXT = {"dataset": "hub", "files": "files", "mixture": "mixture"}
 """Keys of `data` that name a text, each with the source that it implies; the last one wins."""
+
+
+def implied_source(values: dict[str, Any]) -> str | None:
+    """Source of the text that these values of `data` name; None: they name no text."""
+    return next((source for key, source in reversed(SOURCES_OF_TEXT.items()) if values.get(key)), None)
+
+
 KEYS_OF_SOURCES = {
     "dataset_config": ("hub",),
     "dataset_split": ("hub",),
@@ -169,7 +176,8 @@ class DataConfig(Section):
     @classmethod
     def _text_implies_its_source(cls, values: Any) -> Any:
         if isinstance(values, dict) and "source" not in values:
-            return {**values, **{"source": source for key, source in SOURCES_OF_TEXT.items() if values.get(key)}}
+            source = implied_source(values)
+            return {**values, "source": source} if source else values
         return values
 
     @model_validator(mode="after")

@@ -25,14 +25,18 @@ def as_tuple(value: Any) -> Any:
 
 def _steps_or_share(value: Any) -> Any:
     if type(value) not in (int, float) or value < 0 or (type(value) is float and not value < 1):
-        raise ValueError(f"must be a whole number of steps, or a share of the run below 1, got {value!r}; write e.g. 100 or 0.03")
+        raise ValueError(
+            f"must be a whole number of steps, or a share of the run below 1, got {value!r}; write e.g. 100 or 0.03"
+        )
     return value
 
 
 WarmupSteps = Annotated[
     int | float,
     BeforeValidator(_steps_or_share),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
+    ),
 ]
 
 

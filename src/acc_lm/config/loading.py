@@ -15,10 +15,10 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from acc_lm.config import Config, flatten
-from acc_lm.config.data import KEYS_OF_SOURCES, SOURCES_OF_TEXT
+from acc_lm.config.data import KEYS_OF_SOURCES, SOURCES_OF_TEXT, implied_source
 from acc_lm.config.messages import COMMAND, MAY_HAVE_LINES, explain_problem, place_in_recipe
+from acc_lm.config.project import find_recipe
 from acc_lm.errors import ConfigError
-from acc_lm.project import find_recipe
 from acc_lm.redaction import CONTROL, HIDDEN, URL_LOGIN, is_secret
 
 
@@ -210,8 +210,7 @@ def _source_of(values: dict[str, Any]) -> str | None:
     data = values.get("data")
     if not isinstance(data, dict):
         return None
-    implied = [source for key, source in SOURCES_OF_TEXT.items() if data.get(key)]
-    return data.get("source") or (implied[-1] if implied else None)
+    return data.get("source") or implied_source(data)
 
 
 def _drop_what_is_replaced(values: dict[str, Any], sources: dict[str, str], before: str | None) -> None:

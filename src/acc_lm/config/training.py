@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, model_validator
 
 from acc_lm.config.fields import (
     Beta,
-    Count,
     NotLearned,
     PositiveFloat,
     PositiveInt,

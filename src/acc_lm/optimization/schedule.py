@@ -86,11 +86,7 @@ def _name_and_arguments(config: ScheduleConfig, scale: float, length: float, war
     if name.endswith("min_lr") and "min_lr_rate" not in arguments:
         arguments.setdefault("min_lr", config.min_learning_rate * scale)
     decay = arguments.get("num_decay_steps", 0)
-    if (
-        isinstance(decay, (int, float))
-        and arguments.get("num_stable_steps") is None
-        and decay > length - warmup
-    ):
+    if isinstance(decay, (int, float)) and arguments.get("num_stable_steps") is None and decay > length - warmup:
         raise ConfigError(
             f"schedule.arguments.num_decay_steps must be at most the {length - warmup:g} steps after the warmup, got {decay:g}, "
             "so the run would begin in the middle of the decay; lower it"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm.config.loading import load_config
+from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import ConfigError, MachineError
-from acc_lm.project import find_accelerate_config
 from acc_lm.studies.launching import (
     LAUNCH_SECONDS,
     check_num_processes,

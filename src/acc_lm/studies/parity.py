@@ -13,8 +13,8 @@ from typing import Any
 
 from acc_lm.config import Config
 from acc_lm.config.loading import load_config
+from acc_lm.config.project import find_accelerate_config, training_script
 from acc_lm.errors import ConfigError
-from acc_lm.project import find_accelerate_config, training_script
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.runtime import refusal

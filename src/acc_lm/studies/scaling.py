@@ -14,8 +14,8 @@ from typing import Any
 
 from acc_lm.config import nearest_multiples
 from acc_lm.config.loading import load_config
+from acc_lm.config.project import find_accelerate_config, training_script
 from acc_lm.errors import ConfigError
-from acc_lm.project import find_accelerate_config, training_script
 from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.studies.launching import (
     LAUNCH_SECONDS,
@@ -101,7 +101,7 @@ def scaling(
         output: Markdown file; scaling.json and scaling.png are written next to it.
     """
     config = load_config(recipe, overrides)
-    file = find_accelerate_config(config_file or "ddp")
+    file = config_file or find_accelerate_config("ddp")
     check_num_processes(counts[-1], "--processes")
     plan = _plan(config.training.global_batch_size, counts)
     for count, global_batch_size in dict.fromkeys((count, size) for _, count, size in plan):

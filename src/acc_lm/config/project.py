@@ -14,8 +14,8 @@ RECIPES, CONFIGS = "recipes", "accelerate_configs"
 
 def project_folder() -> Path:
     """Folder with train.py, recipes/ and accelerate_configs/: a copy inside the installed package, or the clone itself."""
-    inside = Path(__file__).parent / "project"
-    return inside if inside.is_dir() else Path(__file__).parents[2]
+    inside = Path(__file__).parents[1] / "project"
+    return inside if inside.is_dir() else Path(__file__).parents[3]
 
 
 def training_script() -> Path:
@@ -53,9 +53,8 @@ def _find(name: str | Path, kind: str, what: str) -> Path:
             for file in (folder / f"{given}.yaml", folder.parent / given if given.parts[:1] == (kind,) else None):
                 if file is not None and file.is_file():
                     return file
-    beside = given.parent if given.parent != Path() and given.parent.is_dir() else None
-    candidates = {str(file): file for file in sorted(beside.glob("*.yaml"))} if beside else {}
-    candidates |= {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+    candidates = [str(file) for file in sorted(given.parent.glob("*.yaml"))] if given.parent != Path() else []
+    candidates += [file.stem for folder in folders for file in sorted(folder.glob("*.yaml"))]
     near = difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.3)
     way = f"nearest: {near[0]}" if near else "check the path"
     raise ConfigError(f"{name} must be {what}, got nothing there; {way}")
@@ -63,7 +62,7 @@ def _find(name: str | Path, kind: str, what: str) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """What the comments at the beginning of a recipe say."""
+    """Facts from the comments at the beginning of a recipe."""
 
     file: Path
     what: str
