@@ -9,7 +9,7 @@ import re
 import sys
 import time
 
-from acc_lm.launcher import is_main_process, process_index
+from acc_lm.launcher import is_main_process, prints_traceback, process_index, tell_torchrun
 from acc_lm.redaction import printable, redact
 
 WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
@@ -134,13 +134,16 @@ LAUNCHER_SECONDS = 5.0
 
 def print_problems(error: UserError) -> None:
     """Print an error once: immediately on the main process, and on another one only if that one alone has the error."""
+    lines = [f"error: {printable(redact(problem))}" for problem in error.problems]
+    tell_torchrun("\n".join(lines))
     if error.speaks is False:
         return
     if error.speaks is None and not is_main_process():
         time.sleep(LAUNCHER_SECONDS)
         print(f"error: only process {process_index()} has this error:", file=sys.stderr)
-    for problem in error.problems:
-        print(f"error: {printable(redact(problem))}", file=sys.stderr, flush=True)
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
+    if prints_traceback():
+        print("note: what follows is accelerate launch's own; --quiet leaves it out", file=sys.stderr, flush=True)
 
 
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)

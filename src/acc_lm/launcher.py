@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -28,6 +34,26 @@ def is_main_process() -> bool:
 def is_torchrun() -> bool:
     """Check whether torchrun, or Accelerate through it, started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def tell_torchrun(text: str) -> None:
+    """Leave an error's text where torchrun looks for it: its report of the failed process, which comes last, then ends with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and is_torchrun():
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
+
+
+def prints_traceback() -> bool:
+    """Check whether `accelerate launch` started this process alone, without --quiet: it then adds a traceback of its own."""
+    if is_torchrun() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return False
+    try:
+        words = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return False
+    return any("accelerate" in word for word in words) and not {"-q", "--quiet"} & set(words)
 
 
 def shutdown_seconds() -> float:

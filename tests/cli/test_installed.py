@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -98,6 +99,24 @@ def test_from_an_empty_folder_a_backend_is_rehearsed(name: str, strategy: str, r
         line.startswith("strategy") and strategy in line and "2 processes" in line for line in done.stdout.splitlines()
     )
     assert done.stderr.startswith("accelerate launch --config_file ")
+
+
+@pytest.mark.parametrize(("name", "num_processes"), [("cpu", 1), ("ddp", 2)])
+def test_an_error_under_a_launcher_ends_with_our_line(name: str, num_processes: int, run: Run) -> None:
+    launched = ("launch", name, "--num_processes", str(num_processes), "quickstart", "training.max_stepz=3")
+    done = run(*launched, code=1, environment={"ACCELERATE_USE_CPU": "true"})
+    ours = "error: command line: training.max_stepz must be a known key, got 'max_stepz'; did you mean max_steps?"
+    lines = [line for line in done.stderr.splitlines() if not set(line) <= set("=-")]
+    assert lines[1] == ours, "immediately"
+    assert lines[-1].endswith(ours), "and at the end, where torchrun reports the process that failed"
+    assert len(lines) == 2 or num_processes > 1
+
+
+def test_the_versions_are_those_that_are_installed(run: Run) -> None:
+    text = run("--version").stdout
+    assert text.startswith("acc-lm ")
+    for name in ("torch", "accelerate", "transformers", "deepspeed"):
+        assert f"{name} {importlib.metadata.version(name)}" in text
 
 
 def test_a_folder_of_ones_own_has_what_make_train_needs(run: Run, tmp_path: Path) -> None:

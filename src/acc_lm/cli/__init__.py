@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ VERBS = {
     },
     "reference": {"recipe": "print the reference of all recipe keys"},
 }
+LIBRARIES = ("acc-lm", "torch", "accelerate", "transformers", "deepspeed")
 USAGES = {
     "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",
     "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
@@ -90,6 +92,13 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
 
 
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def split_recipe(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Recipe and overrides of a command line: the first word without `=` may be the recipe, instead of --config.
 
@@ -118,6 +127,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [verb for verbs in VERBS.values() for verb in verbs]
+    parser.add_argument("--version", action="store_true", help="print the versions of acc-lm and of its main libraries")
+    if arguments[:1] == ["--version"]:
+        print(", ".join(f"{name} {_version(name)}" for name in LIBRARIES))
+        parser.exit()
     parser.add_argument("verb", choices=names, metavar="VERB", help=argparse.SUPPRESS)
     verb = parser.parse_args(arguments[:1]).verb
     help_line = next(verbs[verb] for verbs in VERBS.values() if verb in verbs)
