@@ -214,7 +214,7 @@ def _source_of(values: dict[str, Any]) -> str | None:
 
 
 def _drop_what_is_replaced(values: dict[str, Any], sources: dict[str, str], before: str | None) -> None:
-    """Drop keys of the recipe that keys on the command line replace: another length of the run, another text.
+    """Drop keys of the recipe that keys on the command line replace: another length of the run, model or text.
 
     A text named on the command line needs no `data.source`. It replaces the recipe's text, and the prompts that belong to that.
 
@@ -230,9 +230,11 @@ def _drop_what_is_replaced(values: dict[str, Any], sources: dict[str, str], befo
             if isinstance(values.get(section), dict) and not is_typed(f"{section}.{name}"):
                 values[section].pop(name, None)
 
-    for key, other in (("max_steps", "num_epochs"), ("num_epochs", "max_steps")):
-        if is_typed(f"training.{key}") and values["training"][key] is not None:
-            drop("training", other)
+    for section, *keys in (("training", "max_steps", "num_epochs"), ("model", "config", "name_or_path")):
+        for key, other in (keys, reversed(keys)):
+            value = values[section][key] if is_typed(f"{section}.{key}") else None
+            if value is not None and not (isinstance(value, dict) and "model_type" not in value):
+                drop(section, other)
     typed = [source for key, source in SOURCES_OF_TEXT.items() if is_typed(f"data.{key}")]
     if typed and not is_typed("data.source") and before != typed[-1]:
         drop("data", "source", "eval_files", *SOURCES_OF_TEXT, *KEYS_OF_SOURCES)
