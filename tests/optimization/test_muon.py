@@ -360,8 +360,8 @@ def test_parity_leaves_out_configs_that_would_refuse_muon_whatever_their_name(
     mine = tmp_path / "mine.yaml"
     shutil.copy(ROOT / "accelerate_configs/deepspeed_zero2.yaml", mine)
     names = ["single:1", "fsdp2:2", f"{mine}:2"]
-    chosen, left_out = _cases(names, ROOT, load_config(tiny_recipe, ["optimizer.name=muon"]))
+    chosen, left_out = _cases(names, load_config(tiny_recipe, ["optimizer.name=muon"]))
     assert [case.name for case in chosen] == ["single x1", "fsdp2 x2"]
     (line,) = left_out
     assert line.startswith("mine x2, because optimizer.name must be adamw under DeepSpeed")
-    assert len(_cases(names, ROOT, load_config(tiny_recipe, []))[0]) == 3, "AdamW runs on all of them"
+    assert len(_cases(names, load_config(tiny_recipe, []))[0]) == 3, "AdamW runs on all of them"
