@@ -272,7 +272,7 @@ def test_under_bf16_an_engine_starts_from_the_main_processs_weights_in_full_prec
         wanted = ModelConfig(config=LARGE | {"hidden_size": 8, "intermediate_size": 8}, freeze=("model.layers.1.*",))
         model, _ = runtime.initialise_once(
             accelerator,
-            lambda: build_model(wanted, tokenizer, LENGTH, 0),
+            lambda: build_model(wanted, tokenizer, LENGTH, seed=accelerator.process_index),
             lambda facts: build_empty_model(wanted, tokenizer, LENGTH, facts),
         )
         original = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -293,7 +293,7 @@ def test_under_bf16_an_engine_starts_from_the_main_processs_weights_in_full_prec
         assert moments | other[name][2] == ({()} if is_frozen else {("exp_avg", "exp_avg_sq")}), name
     embedding, of_other = (each["model.embed_tokens.weight"][0] for each in (main, other))
     assert not torch.equal(embedding, embedding.bfloat16().float())
-    assert not torch.equal(embedding, of_other), "the other process has none of its own"
+    assert not torch.equal(embedding, of_other), "the other process began with others"
 
 
 @pytest.mark.parametrize("config", ["fsdp2", "deepspeed_zero3"])
