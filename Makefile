@@ -11,14 +11,14 @@ train: .venv/installed  ## install, then train recipes/quickstart.yaml on whatev
 	$(BIN)/python train.py
 
 test: .venv/installed  ## install, then run the tests that are not slow
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # A worker that has nothing left to do takes tests from the other. tests/more.txt names what is left to test-more.
 test-more: .venv/installed  ## the tests that tests/more.txt leaves out of make test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "more and not slow and not lm_eval"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "more and not slow and not lm_eval"
 
 test-all: .venv/installed  ## the slow ones too
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m ""
 
 lint: .venv/installed  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -812,9 +812,9 @@ def test_the_format_is_detected_from_the_columns(columns: str, expected: str) ->
     [
         ("instruction input output text", "which fit text and alpaca; set data.format to text or alpaca"),
         ("messages conversations", "which fit messages and sharegpt; set data.format to messages or sharegpt"),
-        ("question answer", "got 'question', 'answer'; rename them, or set data.text_column"),
-        ("prompt chosen rejected", "got 'prompt', 'chosen', 'rejected'; rename them"),
-        ("", "got none; rename them"),
+        ("question answer", "got 'question', 'answer'; name them in data.columns, or set data.text_column"),
+        ("prompt chosen rejected", "got 'prompt', 'chosen', 'rejected'; name them in data.columns"),
+        ("", "got none; name them in data.columns"),
     ],
 )
 def test_columns_of_no_known_format_are_named(columns: str, says: str) -> None:
@@ -885,10 +885,10 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "a message that is text": ("messages", {"messages": ["a"]}, "messages[0] must be an object with role and content, got a string"),
     "no role": ("messages", one(text="a"), "messages[0] must have role and content, got 'text'"),
     "sharegpt's names": ("messages", one(**{"from": "human", "value": "a"}), "messages[0] must have role and content, got 'from', 'value'"),
-    "messages' names": ("sharegpt", {"conversations": turns("a", "b")}, "conversations[0] must have from and value, got 'role', 'content'"),
-    "a bad role": ("messages", one(role="bot", content="a"), "messages[0].role must be system, user, assistant, tool, got 'bot'"),
-    "a role of the wrong type": ("messages", one(role=["user"], content="a"), "messages[0].role must be system, user, assistant, tool, got ['user']"),
-    "a bad sharegpt role": ("sharegpt", {"conversations": [{"from": "bing", "value": "a"}]}, "conversations[0].from must be system, human, user, gpt, assistant, tool, got 'bing'"),
+    "both names": ("sharegpt", {"conversations": [*turns("a"), {"from": "gpt", "value": "b"}]}, "conversations[1] must have role and content, got 'from', 'value'"),
+    "a bad role": ("messages", one(role="bot", content="a"), "messages[0].role must be system, user, assistant, tool or named in data.roles, got 'bot'"),
+    "a role of the wrong type": ("messages", one(role=["user"], content="a"), "messages[0].role must be system, user, assistant, tool or named in data.roles, got ['user']"),
+    "a bad sharegpt role": ("sharegpt", {"conversations": [{"from": "bing", "value": "a"}]}, "conversations[0].from must be system, human, user, gpt, assistant, tool or named in data.roles, got 'bing'"),
     "content of the wrong type": ("messages", one(role="user", content=5), "messages[0].content must be a string, got a number"),
     "content in parts": ("messages", one(role="user", content=[{"type": "text"}]), "messages[0].content must be a string, got a list"),
     "no content": ("messages", one(role="user"), "messages[0].content must be a string, got null"),

@@ -527,7 +527,7 @@ def test_the_commands_of_the_page_work(chat_run: Path, chats: Path, tmp_path: Pa
             count = int(words[words.index("--num_processes") + 1])
             environment = launcher_environment(ROOT / words[words.index("--config_file") + 1], count)
             words = words[words.index("-m") + 1 :]
-        assert words[0] == ("acc-lm" if count == 1 else "acc_lm.cli")
+        assert words[0] == ("acc-lm" if count == 1 else "acc_lm")
         assert words[1] == "evaluate"
 
         def run(arguments: list[str] = words[1:]) -> int:
@@ -562,7 +562,7 @@ def test_a_hub_id_under_a_real_launcher(chat_run: Path, chats: Path, tmp_path: P
         "-m",
     ]
     arguments = [
-        "acc_lm.cli",
+        "acc_lm",
         "evaluate",
         "acme/chat",
         "--data",

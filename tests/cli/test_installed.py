@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             environment or {}
         )
         variables.pop("PYTHONPATH", None)
-        program = [str(folder / "venv/bin/python"), "-m", "acc_lm.cli", *command]
+        program = [str(folder / "venv/bin/python"), "-m", "acc_lm", *command]
         done = subprocess.run(program, cwd=folder / "empty", env=variables, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
         return done

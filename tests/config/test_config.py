@@ -183,7 +183,11 @@ LINES = [
         "training.global_batch_size",
         "multiple of micro_batch_size 3, got 8; nearest: 6, 9",
     ),
-    ("model.name_or_path=gpt2", "model", "exactly one of name_or_path and config, got both"),
+    (
+        "model={name_or_path: gpt2, config: {model_type: gpt2}}",
+        "model",
+        "exactly one of name_or_path and config, got both",
+    ),
     ("model.config={model_type: lama}", "model.config.model_type", "did you mean llama?"),
     ("model.config.hiden_size=3", "model.config.hiden_size", "did you mean hidden_size?"),
     ("model.config.num_attention_heads=5", "model.config", "not a multiple of the number of attention heads (5)"),

@@ -170,7 +170,7 @@ def test_a_bad_set_is_one_line(sets: str, message: str, tiny_recipe: Path) -> No
 @pytest.mark.parametrize(
     ("name", "text", "format", "message"),
     [
-        ("nowhere.txt", None, "text", r"data\.evaluation_sets\.wiki must name an existing file, got '.*nowhere\.txt'"),
+        ("nowhere.txt", None, "text", r"data\.evaluation_sets\.wiki must name an existing file or folder, got '.*nowhere\.txt'"),
         ("empty.txt", "", "text", r"empty\.txt must hold text, got an empty file .*; remove it from data\.evaluation_sets\.wiki"),
         ("blank.txt", "\n \n", "text", r"blank\.txt must hold at least one record with text, got none"),
         ("columns.jsonl", '{"body": "x"}\n', "text", r"columns\.jsonl:1: must have a column 'text', got 'body'"),

@@ -27,7 +27,8 @@ PROGRAMS = [*MODULES, ROOT / "train.py", *(ROOT / "benchmarks").glob("*.py"), *(
 
 
 def room(file: Path) -> str:
-    return file.relative_to(SOURCE).with_suffix("").parts[0]
+    name = file.relative_to(SOURCE).with_suffix("").parts[0]
+    return "cli" if name == "__main__" else name
 
 
 def height(name: str) -> int:
@@ -52,7 +53,7 @@ def imports(file: Path) -> list[tuple[str, bool]]:
 
 def test_the_table_of_rooms_matches_the_folders_and_their_docstrings() -> None:
     assert {room(file) for file in MODULES} - {"__init__"} == {*ROOMS, *GROUND}
-    assert len(list(SOURCE.glob("[a-z_]*"))) - (SOURCE / "__pycache__").exists() <= 25
+    assert len(list(SOURCE.glob("[a-z]*"))) <= 24  # besides __init__ and __main__
     for name, is_room, line in TABLE:
         file = SOURCE / name / "__init__.py" if is_room else SOURCE / f"{name}.py"
         assert (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0] == line, name

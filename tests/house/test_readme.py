@@ -78,7 +78,7 @@ def take_launcher(words: list[str]) -> tuple[list[str], list[str]]:
         )
         known = parser.parse_args(given)
         started = [known.training_script, *known.training_script_args]
-        name = {"acc_lm.cli": "acc-lm"}.get(started[0], started[0])
+        name = {"acc_lm": "acc-lm"}.get(started[0], started[0])
         return words[: len(words) - len(started)], [name, *started[1:]]
     if words[0] == "sbatch":
         first = words.index("slurm/train.sbatch")

@@ -338,9 +338,9 @@ def test_a_bad_mixture_is_one_line(case: str, tiny: list[str], files: dict[str, 
 
 def test_a_mixture_together_with_another_source_is_refused(tiny: list[str], files: dict[str, Path]) -> None:
     entry = f"[{{files: {files['plain']}, weight: 1}}]"
-    finished = run_training([*tiny, f"data.mixture={entry}"], expect=2)
+    finished = run_training([*tiny, "data.source=files", f"data.mixture={entry}"], expect=2)
     assert "data.mixture must be empty for source files, got 1; set data.source to mixture" in finished.output
-    finished = run_training([*tiny, "data.source=mixture", f"data.mixture={entry}"], expect=2)
+    finished = run_training([*tiny, f"data.files=[{files['plain']}]", f"data.mixture={entry}"], expect=2)
     assert "data.files must be empty for source mixture" in finished.output
 
 

@@ -557,7 +557,7 @@ def test_parity_detects_a_launch_with_another_result_or_other_rows(
 
 
 @pytest.mark.parametrize(("cases", "text"), [
-    ("nothing:2", "--cases must name Accelerate configs, got nothing"), ("ddp", "--cases must be written NAME:PROCESSES, got ddp"),
+    ("nothing:2", "nothing must be an Accelerate config, or the name of one"), ("ddp", "--cases must be written NAME:PROCESSES, got ddp"),
 ])  # fmt: skip
 def test_parity_refuses_what_it_cannot_read(
     cases: str, text: str, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

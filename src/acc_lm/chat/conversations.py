@@ -9,8 +9,8 @@ and counts documents also handles records.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,9 @@ from acc_lm.chat.records import (
     choose_train_on,
     detect_format,
     read_conversation,
+    refuse_preferences,
+    usual_columns,
+    with_usual_names,
 )
 from acc_lm.chat.template import ChatTemplate, load_template, read_template, reads_clock
 from acc_lm.config import DataConfig, Format
@@ -52,6 +55,14 @@ class ChatPlan:
     """Maximum number of ids of an item."""
     day: str | None = None
     """Date for a template that reads the clock, as YYYY-MM-DD; None: the date stored in the tokenizer, else today's."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[object, ...]:
+        """Names of columns and roles in the data, for keys; empty if the data uses the usual ones."""
+        mapped = sorted(self.columns.items()), sorted(self.roles.items())
+        return (mapped,) if any(mapped) else ()
 
     def key(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[object, ...]:
         """Everything that determines the items, except the records and the tokenizer's vocabulary."""
@@ -63,11 +74,13 @@ class ChatPlan:
         elif self.template_file is not None:
             texts = (read_template(self.template_file),)
         day = self.day if any(reads_clock(text or "") for text in texts) else None
-        return (ITEMS_FORMAT, self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
+        settings = (ITEMS_FORMAT, self.format, self.train_on, texts, sorted(special.items()), day, self.max_length)
+        return settings + self.names
 
     def read(self, record: Any, place: str, skipped: Skipped) -> str | None:
         """The relevant columns of a record, as JSON; None if it is invalid and the recipe tolerates that."""
         try:
+            record = with_usual_names(record, self.columns, self.roles, place)
             read_conversation(record, self.format, place)
             kept = {
                 name: record[name]
@@ -102,11 +115,19 @@ def plan_of(config: DataConfig, day: str | None = None) -> ChatPlan | None:
     chosen: Format | None = config.format
     if chosen is None:
         columns, place = columns_of(config) or ([config.text_column], "")
+        if config.text_column not in columns:
+            refuse_preferences(columns, config.columns, place)
+        columns = usual_columns(columns, config.columns, place)
         if config.text_column not in columns and not any(set(names) <= set(columns) for names in COLUMNS.values()):
             return None  # the reader of the text reports the missing column
         chosen = detect_format(columns, place, config.text_column)
     if chosen == "text":
         choose_train_on(chosen, config.train_on)
+        for key, names in (("columns", config.columns), ("roles", config.roles)):
+            if names:
+                raise ConfigError(
+                    f"data.{key} must be empty for plain text, got {names}; remove it, and name the column of the text in data.text_column"
+                )
         if config.chat_template is not None:
             raise ConfigError(
                 f"data.chat_template must be null for plain text, got {config.chat_template}; leave it out, or set data.format"
@@ -119,7 +140,13 @@ def plan_of(config: DataConfig, day: str | None = None) -> ChatPlan | None:
         )
     train_on = choose_train_on(chosen, config.train_on)
     return ChatPlan(
-        chosen, train_on, config.chat_template, config.sequence_length + 1, config.chat_template_date or day
+        chosen,
+        train_on,
+        config.chat_template,
+        config.sequence_length + 1,
+        config.chat_template_date or day,
+        config.columns,
+        config.roles,
     )
 
 

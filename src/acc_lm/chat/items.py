@@ -348,7 +348,9 @@ def check(counts: ItemCounts, threshold: float) -> None:
         DataError: there is no target, or a loss exceeds the threshold.
     """
     if counts.targets == 0:
-        raise DataError(f"the conversations must have a target, got none in {counts.conversations}; see data.train_on")
+        cut = f", {counts.cut} of them cut before their first target" if counts.cut else ""
+        way = "raise data.sequence_length" if counts.cut else "see data.train_on"
+        raise DataError(f"the conversations must have a target, got none in {counts.conversations}{cut}; {way}")
     losses = (
         (counts.cut, "fit into data.sequence_length", "cut", "raise data.sequence_length"),
         (counts.without_target, "have a target", "without one", "raise data.sequence_length"),

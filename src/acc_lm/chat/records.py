@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from acc_lm.config import Format
+from acc_lm.config import MESSAGE_KEYS, Format
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.text.documents import is_unicode, kind_of
 
@@ -37,6 +37,7 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
 FOLLOWERS: dict[str | None, tuple[str, ...]] = {
     None: ("system", "user"),
     "system": ("user",),
@@ -83,8 +84,86 @@ def detect_format(columns: Iterable[str], place: str, text_column: str = "text")
         )
     known = "; ".join(f"{name}: {' + '.join(needed)}" for name, needed in wanted.items())
     raise DataError(
-        f"{place}: must have the columns of a known format ({known}), got {got}; rename them, or set data.text_column"
+        f"{place}: must have the columns of a known format ({known}), got {got}; name them in data.columns, or set data.text_column"
     )
+
+
+def refuse_preferences(columns: Iterable[str], mapped: Mapping[str, str], place: str) -> None:
+    """Refuse pairs of a chosen and a rejected answer, unless `data.columns` names the one to train on.
+
+    Raises:
+        DataError: the columns are those of preference data.
+    """
+    present = set(columns)
+    if {"chosen", "rejected"} <= present and not {"chosen", "rejected"} & set(mapped.values()):
+        answer = "completion" if "prompt" in present else "messages"
+        other = ", or data.columns={messages: chosen} if it holds the whole conversation" if "prompt" in present else ""
+        raise DataError(
+            f"{place}: must be answers to learn, got preference data (chosen and rejected), which is not compared here; "
+            f"train on the chosen ones with data.columns={{{answer}: chosen}}{other}"
+        )
+
+
+def usual_columns(columns: Iterable[str], mapped: Mapping[str, str], place: str) -> list[str]:
+    """Columns of a record under the names that the formats use.
+
+    Raises:
+        DataError: a column that `data.columns` names is missing.
+    """
+    present = list(columns)
+    theirs = {name: column for name, column in mapped.items() if name not in MESSAGE_KEYS}
+    for name, column in theirs.items():
+        if column not in present:
+            got = ", ".join(map(repr, present)) or "none"
+            raise DataError(f"{place}: must have a column {column!r}, got {got}; correct data.columns.{name}")
+    return [*theirs, *(name for name in present if name not in theirs and name not in theirs.values())]
+
+
+def with_usual_names(record: Any, columns: Mapping[str, str], roles: Mapping[str, tuple[str, ...]], place: str) -> Any:
+    """A record whose columns, message keys and roles have the usual names, with its messages as a list.
+
+    Tables without nested columns, such as CSV, hold messages as JSON text.
+
+    Raises:
+        DataError: the text in place of messages is not JSON.
+    """
+    if not isinstance(record, dict):
+        return record
+    theirs = {column: name for name, column in columns.items() if name not in MESSAGE_KEYS}
+    # A column that has a usual name but is not the mapped one is dropped.
+    record = {theirs.get(name, name): value for name, value in record.items() if name in theirs or name not in columns}
+    keys = {columns[name]: name for name in MESSAGE_KEYS if name in columns}
+    usual = {name: role for role, names in roles.items() for name in names}
+    for name in LISTS_OF_MESSAGES:
+        value = record.get(name)
+        if isinstance(value, str) and name in ("messages", "conversations") and value.strip():
+            value = _json_in(value, name, place)
+        if isinstance(value, list) and (keys or usual):
+            value = [_with_usual_keys(message, keys, usual) for message in value]
+        if value is not None:
+            record[name] = value
+    return record
+
+
+def _with_usual_keys(message: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
+    if not isinstance(message, dict):
+        return message
+    renamed = {
+        keys.get(name, name): value for name, value in message.items() if name in keys or name not in keys.values()
+    }
+    for key in ("role", "from"):
+        if isinstance(renamed.get(key), str):
+            renamed[key] = roles.get(renamed[key], renamed[key])
+    return renamed
+
+
+def _json_in(text: str, name: str, place: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise DataError(f"{place}: {name!r} must be a list of messages, or one as JSON, got {shown(text)}") from None
+    check_unicode(json.dumps(value, ensure_ascii=False), repr(name), place)  # JSON can spell lone surrogates
+    return value
 
 
 def choose_train_on(format: Format, train_on: TrainOn | None) -> TrainOn:
@@ -124,9 +203,11 @@ def read_conversation(record: Any, format: Format, place: str) -> Conversation:
         return Conversation(_alpaca_messages(record, place), place, tools)
     if format == "prompt_completion":
         return _prompt_completion(record, place, tools)
-    messages = _system(record, place) + _messages(
-        record[columns[0]], columns[0], place, is_sharegpt=format == "sharegpt"
-    )
+    listed = record[columns[0]]
+    # Some data has the column of ShareGPT with messages of role and content.
+    has_roles = isinstance(listed, list) and any(isinstance(one, dict) and "role" in one for one in listed)
+    is_sharegpt = format == "sharegpt" and not has_roles
+    messages = _system(record, place) + _messages(listed, columns[0], place, is_sharegpt=is_sharegpt)
     _check_order(messages, columns[0], place)
     return Conversation(messages, place, tools)
 
@@ -189,7 +270,9 @@ def _messages(value: Any, column: str, place: str, *, is_sharegpt: bool = False)
             raise DataError(f"{place}: {name} must have {role_key} and {content_key}, got {got}")
         role = given[role_key]
         if not isinstance(role, str) or role not in roles:
-            raise DataError(f"{place}: {name}.{role_key} must be {', '.join(roles)}, got {shown(role)}")
+            raise DataError(
+                f"{place}: {name}.{role_key} must be {', '.join(roles)} or named in data.roles, got {shown(role)}"
+            )
         calls = _tool_calls(given.get("tool_calls"), roles[role], name, place)
         if content_key in given or not calls:
             _text(given.get(content_key), f"{name}.{content_key}", place)

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,6 @@ VERBS = {
     },
     "reference": {"recipe": "print the reference of all recipe keys"},
 }
-LIBRARIES = ("acc-lm", "torch", "accelerate", "transformers", "deepspeed")
 USAGES = {
     "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",
     "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
@@ -92,11 +92,19 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
 
 
-def _version(library: str) -> str:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _versions() -> list[str]:
+    """Versions of acc-lm, Python and every library that it requires, one line each."""
+    package = "acc-lm"
+    required = [
+        re.split(r"[^\w.-]", line)[0] for line in importlib.metadata.requires(package) or [] if "extra ==" not in line
+    ]
+    lines = [f"{package} {importlib.metadata.version(package)}", f"python {sys.version.split()[0]}"]
+    for library in sorted(required):
+        try:
+            lines.append(f"{library} {importlib.metadata.version(library)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{library} not installed")
+    return lines
 
 
 def split_recipe(config: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -129,7 +137,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     names = [verb for verbs in VERBS.values() for verb in verbs]
     parser.add_argument("--version", action="store_true", help="print the versions of acc-lm and of its main libraries")
     if arguments[:1] == ["--version"]:
-        print(", ".join(f"{name} {_version(name)}" for name in LIBRARIES))
+        print("\n".join(_versions()))
         parser.exit()
     parser.add_argument("verb", choices=names, metavar="VERB", help=argparse.SUPPRESS)
     verb = parser.parse_args(arguments[:1]).verb

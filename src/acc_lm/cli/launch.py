@@ -32,6 +32,15 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(
             f"--config_file must be left out, got it with {arguments[0]}, which names the config; remove one"
         )
-    command = ["accelerate", "launch", "--quiet", "--config_file", str(file), *options, str(training_script()), *of_training]
+    command = [
+        "accelerate",
+        "launch",
+        "--quiet",
+        "--config_file",
+        str(file),
+        *options,
+        str(training_script()),
+        *of_training,
+    ]
     print(shlex.join(command), file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *command[2:]])

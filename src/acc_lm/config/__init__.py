@@ -11,7 +11,7 @@ project      train.py, recipes and Accelerate configs by name, in a clone and in
 reference    --help, docs/reference/recipe.md and the JSON schema, generated from the fields
 """
 
-from acc_lm.config.data import DataConfig, Format, SourceConfig
+from acc_lm.config.data import MESSAGE_KEYS, DataConfig, Format, SourceConfig
 from acc_lm.config.fields import EVALUATION_METRICS, Section, nearest_multiples
 from acc_lm.config.model import AdapterConfig, ModelConfig, TokenizerConfig
 from acc_lm.config.recipe import (
@@ -27,6 +27,7 @@ from acc_lm.config.training import SCHEDULES, OptimizerConfig, ScheduleConfig, T
 
 __all__ = [
     "EVALUATION_METRICS",
+    "MESSAGE_KEYS",
     "SCHEDULES",
     "AdapterConfig",
     "CheckpointConfig",

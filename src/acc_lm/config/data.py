@@ -6,7 +6,7 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from acc_lm.config.fields import (
     EVALUATION_METRICS,
@@ -25,6 +25,49 @@ from acc_lm.config.fields import (
 LEAST_SHARE = 1e-4
 """Smallest weight of a source, as a share of the sum of all weights; bounds the block of rows in which shares are exact."""
 Format = Literal["text", "prompt_completion", "messages", "alpaca", "sharegpt"]
+COLUMN_NAMES = (
+    "prompt",
+    "completion",
+    "messages",
+    "instruction",
+    "input",
+    "output",
+    "conversations",
+    "system",
+    "tools",
+)
+"""Columns of records of instruction data, by the names that `data.columns` maps to those of the data."""
+MESSAGE_KEYS = ("role", "content")
+"""Keys of a message, which `data.columns` can map too."""
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def _columns_have_known_names(value: dict[str, str]) -> dict[str, str]:
+    known = COLUMN_NAMES + MESSAGE_KEYS
+    for name in value:
+        if name not in known:
+            way = "set data.text_column" if name == "text" else "write it as {name here: name in the data}"
+            raise ValueError(f"must map some of {', '.join(known)}, got {name!r}; {way}")
+    names = list(value.values())
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"must map each to a column of its own, got {twice[0]!r} twice; remove one")
+    return value
+
+
+def _roles_are_known(value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    for role in value:
+        if role not in ROLES:
+            raise ValueError(
+                f"must map some of {', '.join(ROLES)}, got {role!r}; write it as {{role: its name in the data}}"
+            )
+    names = [name for some in value.values() for name in some]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"must map each name to one role, got {twice[0]!r} twice; remove one")
+    return value
+
+
+Columns = Annotated[dict[str, str], AfterValidator(_columns_have_known_names)]
+Roles = Annotated[dict[str, Strings], AfterValidator(_roles_are_known)]
 
 
 class SourceConfig(Section):
@@ -48,6 +91,10 @@ class SourceConfig(Section):
     """Column that holds the text; null: `data.text_column`."""
     format: Format | None = None
     """Layout of a record; null: `data.format`, else detected from its columns."""
+    columns: Columns | None = None
+    """Names of the columns in this source; null: `data.columns`."""
+    roles: Roles | None = None
+    """Names of the roles in this source; null: `data.roles`."""
     weight: PositiveFloat | None = None
     """Share of this source in all rows, after all weights are divided by their sum; give this or `tokens`."""
     tokens: PositiveInt | None = None
@@ -58,10 +105,13 @@ class SourceConfig(Section):
         """Display name: `name`, else the name of the dataset, file or folder."""
         if self.name is not None:
             return self.name
-        path = self.dataset or self.files[0]
+        path = (self.dataset or self.files[0]).rstrip("/")
         while any(mark in path for mark in "*?["):
             path = os.path.dirname(path)
-        stem = os.path.basename(path if self.dataset else os.path.splitext(path)[0])
+        name = os.path.basename(path)
+        stem = (
+            name if self.dataset else re.sub(r"(\.[^.]+)?(\.(gz|bz2|xz|zst))?$", "", name, count=1, flags=re.IGNORECASE)
+        )
         return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:64]
 
     @model_validator(mode="after")
@@ -99,6 +149,8 @@ KEYS_OF_SOURCES = {
     "skip_bad_rows": ("files", "hub", "mixture"),
 }
 """Keys of `data`, each with the only sources that read it."""
+KEYS_OF_RECORDS = ("format", "text_column", "columns", "roles")
+"""Keys of `data` that describe the records of a text, of any source."""
 
 
 class DataConfig(Section):
@@ -109,9 +161,9 @@ class DataConfig(Section):
     mixture: Annotated[tuple[SourceConfig, ...], BeforeValidator(as_tuple)] = ()
     """Sources of a mixture, e.g. [{files: wiki.jsonl, weight: 0.7}, {dataset: org/code, weight: 0.3}]; implies source `mixture`."""
     files: Annotated[Strings, NotLearned] = ()
-    """Files or globs for source `files`: txt, jsonl or ndjson, json, csv, parquet and arrow, also mixed."""
+    """Files, globs, folders or addresses (https://, s3://, hf://, ...) for source `files`: txt, jsonl or ndjson, json, csv, parquet and arrow, also mixed; all but the last two also as gz, bz2, xz or zst."""
     dataset: Annotated[Place | None, NotLearned] = None
-    """Dataset on the Hub or a local folder of data files, for source `hub`."""
+    """Dataset on the Hub, or a local folder of data files or from `save_to_disk`, for source `hub`."""
     dataset_config: str | None = None
     """Configuration (subset) of the dataset."""
     dataset_split: str = "train"
@@ -120,6 +172,10 @@ class DataConfig(Section):
     """Split to evaluate on; null: `eval_fraction` of the training split is held out."""
     format: Format | None = None
     """Layout of a record; null: detected from its columns (text, prompt + completion, messages, instruction + output, conversations)."""
+    columns: Columns = {}
+    """Names of the columns in the data, e.g. {prompt: question, completion: answer}; also role and content, the keys of a message."""
+    roles: Roles = {}
+    """Names of the roles in the data, in addition to the usual ones, e.g. {user: customer, assistant: [agent, bot]}."""
     train_on: Literal["assistant", "last_assistant", "all", "completion"] | None = None
     """Tokens of a conversation that are targets; null: those of the assistant, or of the completion."""
     chat_template: Annotated[Place | None, NotLearned] = None
@@ -225,6 +281,11 @@ class DataConfig(Section):
             )
         if self.format not in (None, "text"):
             raise ValueError(f"format must be text for a stream, got {self.format}; set data.streaming to false")
+        for key in ("columns", "roles"):
+            if getattr(self, key):
+                raise ValueError(
+                    f"{key} must be empty for a stream, which is text, got {getattr(self, key)}; remove it"
+                )
         return self
 
     @model_validator(mode="after")

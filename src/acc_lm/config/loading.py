@@ -15,7 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode
 
 from acc_lm.config import Config, flatten
-from acc_lm.config.data import KEYS_OF_SOURCES, SOURCES_OF_TEXT, implied_source
+from acc_lm.config.data import KEYS_OF_RECORDS, KEYS_OF_SOURCES, SOURCES_OF_TEXT, implied_source
 from acc_lm.config.messages import COMMAND, MAY_HAVE_LINES, explain_problem, place_in_recipe
 from acc_lm.config.project import find_recipe
 from acc_lm.errors import ConfigError
@@ -236,8 +236,8 @@ def _drop_what_is_replaced(values: dict[str, Any], sources: dict[str, str], befo
             if value is not None and not (isinstance(value, dict) and "model_type" not in value):
                 drop(section, other)
     typed = [source for key, source in SOURCES_OF_TEXT.items() if is_typed(f"data.{key}")]
-    if typed and not is_typed("data.source") and before != typed[-1]:
-        drop("data", "source", "eval_files", *SOURCES_OF_TEXT, *KEYS_OF_SOURCES)
+    if typed and before != typed[-1] and (not is_typed("data.source") or values["data"]["source"] == typed[-1]):
+        drop("data", "source", "eval_files", *SOURCES_OF_TEXT, *KEYS_OF_SOURCES, *KEYS_OF_RECORDS)
         drop("export", "sample_prompt")
         drop("tracking", "sample_prompts")
 

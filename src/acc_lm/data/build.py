@@ -21,7 +21,7 @@ from acc_lm.rows.stream_reader import open_shards
 from acc_lm.rows.streams import StreamRows
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Document, Skipped, hash_text
-from acc_lm.text.files import find_files
+from acc_lm.text.locations import find_files
 from acc_lm.text.tokenizer import (
     count_ids,
     id_dtype,
@@ -73,11 +73,11 @@ def check_files(config: DataConfig) -> None:
         with naming_source(source.title):
             check_files(config_of_source(source, config))
     if config.source == "files" and not config.mixture:
-        find_files(config.files, "data.files")
+        find_files(config.files, "data.files", config.cache_dir)
         if config.eval_files:
-            find_files(config.eval_files, "data.eval_files")
+            find_files(config.eval_files, "data.eval_files", config.cache_dir)
     for name, files in config.evaluation_sets.items():
-        find_files(files, f"data.evaluation_sets.{name}")
+        find_files(files, f"data.evaluation_sets.{name}", config.cache_dir)
 
 
 # --- streams -------------------------------------------------------------------------------------------------------
@@ -146,6 +146,6 @@ def _build_stream(
 def _held_out_of(config: DataConfig) -> DataConfig:
     """Recipe for the held-out text of a streaming run alone."""
     if config.source == "files":
-        find_files(config.eval_files, "data.eval_files")
+        find_files(config.eval_files, "data.eval_files", config.cache_dir)
         return config.model_copy(update={"files": config.eval_files, "eval_files": ()})
     return config.model_copy(update={"dataset_split": config.eval_split, "eval_split": None})

@@ -195,7 +195,7 @@ class Data:
 def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
     """Hash of the documents and of the settings that decide which of them are held out."""
     parts = (ROWS_FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
-    return hash_text(repr((*parts, plan.format if plan else "text")))
+    return hash_text(repr((*parts, plan.format if plan else "text", *(plan.names if plan else ()))))
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -94,7 +94,7 @@ def config_of_source(source: SourceConfig, config: DataConfig) -> DataConfig:
     """Recipe for one source alone."""
     kept = {key: getattr(source, key) for key in ("files", "dataset", "dataset_config", "dataset_split")}
     kept |= {key: getattr(source, key) for key in ("eval_files", "eval_split")}
-    kept |= {key: getattr(source, key) or getattr(config, key) for key in ("text_column", "format")}
+    kept |= {key: getattr(source, key) or getattr(config, key) for key in ("text_column", "format", "columns", "roles")}
     kept |= {"source": "files" if source.files else "hub", "mixture": (), "evaluation_sets": {}}
     return config.model_copy(update=kept)
 
@@ -120,7 +120,11 @@ def _shared_tokenizer(
     """Tokenizer built from the training text of every source, each used once, whatever its share."""
     corpora = [open_corpus(part, seed, plan.read if plan else None) for part, plan in zip(configs, plans, strict=True)]
     columns = [
-        (part.text_column, f"{plan.format} {conversations.ITEMS_FORMAT}" if plan else "text")
+        (
+            part.text_column,
+            f"{plan.format} {conversations.ITEMS_FORMAT}" if plan else "text",
+            *(plan.names if plan else ()),
+        )
         for part, plan in zip(configs, plans, strict=True)
     ]
     parts = (ROWS_FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)

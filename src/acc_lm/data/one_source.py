@@ -26,7 +26,8 @@ from acc_lm.rows.packing import PackedRows, open_rows
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Corpus, Document, Skipped, hash_text, text_in
-from acc_lm.text.files import check_content, content_keys, find_files, read_files
+from acc_lm.text.files import check_content, content_keys, read_files
+from acc_lm.text.locations import find_files
 from acc_lm.text.splitting import split_documents
 from acc_lm.text.tokenizer import (
     PIECE,
@@ -157,7 +158,7 @@ def _open_set(
         DataError: a file is missing, empty or in another format.
     """
     tokenizer, dtype = data.tokenizer, id_dtype(data.facts.vocab_size)
-    files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}")
+    files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}", config.cache_dir)
     read = plan.read if plan else text_in(config.text_column)
     files_key, _ = content_keys(files, config.text_column)
     parts = (ROWS_FORMAT, "set", files_key, tokenizer_key(tokenizer), config.skip_bad_rows)

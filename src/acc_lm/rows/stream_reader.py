@@ -32,7 +32,8 @@ from acc_lm.launcher import request_death_signal
 from acc_lm.rows.order import other_permutation
 from acc_lm.text.corpus import stream_dataset
 from acc_lm.text.documents import Skipped, hash_text, text_in
-from acc_lm.text.files import find_files, read_shard, were_known
+from acc_lm.text.files import read_shard, were_known
+from acc_lm.text.locations import find_files
 from acc_lm.text.tokenizer import cut_text
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def open_shards(config: DataConfig) -> Shards:
         DataError: a file or dataset is missing.
     """
     if config.source == "files":
-        files = find_files(config.files, "data.files")
+        files = find_files(config.files, "data.files", config.cache_dir)
         key = hash_text(repr([file.name for file in files]))  # no sizes: a truncated shard may be repaired
         former_key = key if were_known(files) else None
         names = tuple(map(str, files))

@@ -1,6 +1,8 @@
 """Files and datasets, their documents, and the tokenizer.
 
 corpus       the source of a recipe -> documents, training and held out
+locations    paths, globs, folders and remote addresses -> files on this machine
+opening      files opened for reading, compressed ones too
 files        txt, JSON lines, JSON, CSV, Parquet, Arrow -> records, each with its place for error messages
 documents    documents, and the corpus that they form
 synthetic    synthetic text with a known entropy

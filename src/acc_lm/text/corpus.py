@@ -20,13 +20,13 @@ from acc_lm.text.files import (
     as_written,
     check_content,
     content_keys,
-    find_files,
     has_records,
     read_files,
     records_in,
     total_size,
     whole_files,
 )
+from acc_lm.text.locations import find_files, saved_tables
 from acc_lm.text.synthetic import synthetic_corpus
 
 
@@ -47,8 +47,8 @@ def open_corpus(config: DataConfig, seed: int, read: TextReader | None = None) -
         files = python_stdlib_files()
         size = total_size(files)
         return Corpus(*content_keys(files, "utf-8"), lambda skipped: whole_files(files), None, size)
-    train_files = find_files(config.files, "data.files")
-    eval_files = find_files(config.eval_files, "data.eval_files") if config.eval_files else []
+    train_files = find_files(config.files, "data.files", config.cache_dir)
+    eval_files = find_files(config.eval_files, "data.eval_files", config.cache_dir) if config.eval_files else []
     only_records, reader = read is not None, read or text_in(config.text_column)
     sides = [(side, *content_keys(side, config.text_column)) for side in (train_files, eval_files)]
 
@@ -76,7 +76,7 @@ def columns_of(config: DataConfig) -> tuple[list[str], str] | None:
     if config.source == "hub":
         return list(_load_split(config, config.dataset_split).column_names), str(config.dataset)
     if config.source == "files":
-        for file in find_files(config.files, "data.files"):
+        for file in find_files(config.files, "data.files", config.cache_dir):
             if has_records(file):
                 place, record = next(records_in(file), (str(file), {}))
                 return (list(record) if isinstance(record, dict) else []), place
@@ -120,7 +120,13 @@ def _load_split(config: DataConfig, split: str, *, streaming: bool = False) -> A
 
     datasets.disable_progress_bars()
     try:
+        tables = saved_tables(Path(str(config.dataset)))
+        if tables is not None:  # of Dataset.save_to_disk, which load_dataset refuses
+            files = {"train": [str(table) for table in tables]}
+            return datasets.load_dataset("arrow", data_files=files, split=split, streaming=streaming)
         return datasets.load_dataset(config.dataset, config.dataset_config, split=split, streaming=streaming)
+    except DataError:
+        raise
     except Exception as error:  # datasets raises a dozen kinds; each means that the dataset cannot be loaded
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(
@@ -139,7 +145,8 @@ def _hub_corpus(config: DataConfig, read: TextReader | None) -> Corpus:
         if config.text_column not in dataset.column_names:
             columns = ", ".join(map(repr, dataset.column_names))
             raise DataError(
-                f"{config.dataset}: must have a column {config.text_column!r}, got {columns}; set data.text_column"
+                f"{config.dataset}: must have a column {config.text_column!r}, got {columns}; "
+                "set data.text_column, or name questions and answers in data.columns"
             )
         return dataset.select_columns([config.text_column])
 

@@ -67,7 +67,9 @@ def _text_of(record: Any, column: str, place: str, skipped: Skipped) -> str | No
         skipped.reject(f"{place}: must be an object with a {column!r}, got {kind_of(record)}")
     elif column not in record:
         columns = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{place}: must have a column {column!r}, got {columns}; set data.text_column")
+        raise DataError(
+            f"{place}: must have a column {column!r}, got {columns}; set data.text_column, or name questions and answers in data.columns"
+        )
     elif not isinstance(record[column], str):
         skipped.reject(f"{place}: {column!r} must be a string, got {kind_of(record[column])}")
     elif not is_unicode(record[column]):

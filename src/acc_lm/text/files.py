@@ -1,16 +1,12 @@
-"""Text files, JSON lines, JSON, CSV, Parquet and Arrow -> records, each with its place for error messages."""
+"""Text files, JSON lines, JSON, CSV, Parquet and Arrow, also compressed -> records, each with its place for errors."""
 
 from __future__ import annotations
 
 import csv
-import difflib
-import glob
 import io
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,62 +15,17 @@ import xxhash
 
 from acc_lm.errors import DataError
 from acc_lm.text.documents import Document, Skipped, TextReader
+from acc_lm.text.opening import is_compressed, opened, read_bytes, reading, suffix_of
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+TABLES = (".parquet", ".arrow")
 JSON_LINES = 20  # first lines of a text file that are checked for JSON
 LONGEST_LINE = 100_000_000  # maximum bytes of a record; a file without line breaks would otherwise fill the memory
 
 
-def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Files that the paths and globs name, each once, in order."""
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        with reading(pattern):
-            found |= dict.fromkeys(_matches(pattern, key))
-    empty = [file for file in found if file.stat().st_size == 0]
-    if empty:
-        raise DataError(
-            *(f"{file} must hold text, got an empty file (0 bytes); remove it from {key}" for file in empty)
-        )
-    return list(found)
-
-
-def _matches(pattern: str, key: str) -> list[Path]:
-    full = os.path.expanduser(pattern)
-    matches = (
-        [full] if os.path.isfile(full) else sorted(p for p in glob.glob(full, recursive=True) if os.path.isfile(p))
-    )
-    if not matches:
-        folder = os.path.dirname(full) or "."
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        near = difflib.get_close_matches(os.path.basename(full), names, n=1)
-        hint = f"paths are relative to {os.getcwd()}" if not os.path.isabs(pattern) else f"correct {key}"
-        hint = f"nearest: {os.path.join(folder, near[0])}" if near else hint
-        if os.path.isdir(full):
-            wanted = f"name a file, or a folder by a glob such as {os.path.join(pattern, '*.txt')}"
-        else:
-            wanted = "match at least one file" if glob.has_magic(full) else "name an existing file"
-        raise DataError(f"{key} must {wanted}, got {pattern!r}; {hint}")
-    return [Path(match).absolute() for match in matches]
-
-
 def has_records(file: Path) -> bool:
     """True for a file of records, by its suffix; any other file is one document."""
-    return file.suffix.lower() in RECORD_SUFFIXES
-
-
-@contextmanager
-def reading(file: Path | str) -> Iterator[None]:
-    """Turn a system error on reading into one that names the file, so it is not taken for a failure of an output disk.
-
-    Raises:
-        DataError: the file cannot be opened or read.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or " ".join(str(error).split())
-        raise DataError(f"{file} must be readable, got: {reason}; repair it or its permissions") from None
+    return suffix_of(file) in RECORD_SUFFIXES
 
 
 def whole_files(files: list[Path]) -> Iterator[Document]:
@@ -119,7 +70,7 @@ def read_shard(file: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 def _whole_text(file: Path) -> str:
     with reading(file):
-        text = _decode(file.read_bytes(), str(file))
+        text = _decode(read_bytes(file), str(file))
     lines = (match[0] for match in islice(re.finditer(r"\S[^\r\n]*", text), JSON_LINES))
     first = [next(lines, ""), next(lines, "")]
     if all(map(_is_json_object, first)) and all(map(_is_json_object, lines)):
@@ -157,12 +108,15 @@ def _decode(raw: bytes, place: str) -> str:
 def records_in(file: Path) -> Iterator[tuple[str, Any]]:
     """Pairs (place for error messages, record) of a file."""
     reader = dict(zip(RECORD_SUFFIXES, (_jsonl, _jsonl, _json, _csv, _parquet, _arrow), strict=True))
+    suffix = suffix_of(file)
+    if suffix in TABLES and is_compressed(file):
+        raise DataError(f"{file} must be a {suffix} file as it is, got one compressed once more; decompress it")
     with reading(file):
-        yield from reader[file.suffix.lower()](file)
+        yield from reader[suffix](file)
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    with file.open("rb") as lines:
+    with opened(file) as lines:
         for number, raw in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
             place = f"{file}:{number}"
             if len(raw) > LONGEST_LINE:
@@ -187,7 +141,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        values = json.loads(_decode(file.read_bytes(), str(file)))
+        values = json.loads(_decode(read_bytes(file), str(file)))
     except json.JSONDecodeError as error:
         raise DataError(
             f"{file}:{error.lineno}: must be JSON, got {error.msg} at column {error.colno}; correct that line"
@@ -204,7 +158,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(LONGEST_LINE)
-    reader = csv.reader(io.StringIO(_decode(file.read_bytes(), str(file)), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(_decode(read_bytes(file), str(file)), newline=""), strict=True)
     columns: list[str] | None = None
     begin = 1  # line where the record begins
     try:
@@ -298,14 +252,23 @@ def content_keys(files: list[Path], extra: str) -> tuple[str, str | None]:
     """
     digest, former = xxhash.xxh3_128(extra.encode()), xxhash.xxh3_128(extra.encode())
     for file in files:
-        with reading(file), file.open("rb") as stream:
-            size, suffix = os.fstat(stream.fileno()).st_size, file.suffix.lower() if has_records(file) else ".txt"
+        with reading(file):
+            size, suffix = _content_size(file), suffix_of(file) if has_records(file) else ".txt"
+        with reading(file), opened(file) as stream:
             digest.update(f"\0{'.jsonl' if suffix == '.ndjson' else suffix}\0{size}\0".encode())
             former.update(f"\0{file.name}\0{size}\0".encode())
             while block := stream.read(1 << 24):
                 digest.update(block)
                 former.update(block)
     return digest.hexdigest(), former.hexdigest() if were_known(files) else None
+
+
+def _content_size(file: Path) -> int:
+    """Bytes of a file's content, decompressed, so that a file and its compressed form have the same key."""
+    if not is_compressed(file):
+        return file.stat().st_size
+    with opened(file) as stream:
+        return sum(map(len, iter(lambda: stream.read(1 << 24), b"")))
 
 
 def were_known(files: list[Path]) -> bool:
