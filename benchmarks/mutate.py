@@ -41,7 +41,7 @@ TESTS = {
     "runtime/engines/gradients": "step nonfinite spike fp16 engines",
     "runtime/engines/shards": "saving checkpoint muon matrix engines",
     "evaluation/held_out": "evaluation evaluation_sets eval_only mixture",
-    "chat/records": "chat",
+    "chat/records": "chat forms",
     "chat/template": "chat",
     "chat/items": "chat conversations",
     "optimization/schedule": "schedule muon config",
