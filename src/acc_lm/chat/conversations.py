@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from acc_lm.cache import flush_file
-from acc_lm.chat.items import ItemCounts, build_items
+from acc_lm.chat.items import Item, ItemCounts, build_items
 from acc_lm.chat.records import (
     COLUMNS,
     Conversation,
@@ -35,6 +35,7 @@ from acc_lm.config import DataConfig, Format
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.text.corpus import columns_of
 from acc_lm.text.documents import Document, Skipped
+from acc_lm.text.parts import NO_PREPARATION, PART_OF_CONVERSATIONS, Encoded, Encoder, Preparation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,6 +155,20 @@ def template_of(plan: ChatPlan, tokenizer: PreTrainedTokenizerBase) -> ChatTempl
     return load_template(tokenizer, plan.template_file, plan.day)
 
 
+def count_conversations(plan: ChatPlan, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """Function that counts the ids of each conversation, those of all its items."""
+    template = template_of(plan, tokenizer)
+
+    def count(part: list[Document]) -> Encoded:
+        counts = [
+            build_items(plan.open(document), tokenizer, template, plan.train_on, plan.max_length)[1].ids
+            for document in part
+        ]
+        return {"lengths": np.array(counts, dtype=np.int64)}
+
+    return count
+
+
 def write_items(
     documents: Iterator[Document],
     plan: ChatPlan,
@@ -164,6 +179,7 @@ def write_items(
     *,
     with_bytes: bool,
     progress: Callable[[int], object],
+    preparation: Preparation = NO_PREPARATION,
 ) -> ItemCounts:
     """Tokenise the conversations of one split into `folder` and return their counts.
 
@@ -174,28 +190,55 @@ def write_items(
     Raises:
         DataError: the template cannot write a conversation in a form that can be learned exactly.
     """
-    template = template_of(plan, tokenizer)
-    counts = ItemCounts()
-    offsets, targets = [0], []
+    encode = _encoder(plan, tokenizer, dtype, with_bytes)
+    counts, lengths, targets = ItemCounts(), [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
     with (folder / f"{split}.bin").open("wb") as ids_file, (folder / f"{split}_bytes.bin").open("wb") as bytes_file:
-        for document in documents:
-            items, count = build_items(plan.open(document), tokenizer, template, plan.train_on, plan.max_length)
-            counts += count
-            for item in items:
-                ids_file.write(np.asarray(item.ids, dtype=dtype).tobytes())
-                targets.append(np.asarray(item.is_target, dtype=bool))
-                offsets.append(offsets[-1] + len(item.ids))
-                if with_bytes:
-                    bytes_file.write(bytes_of_targets(item.ids, targets[-1], tokenizer).tobytes())
-            progress(len(document.text.encode()))
+        for part in preparation.encode(split, documents, encode, PART_OF_CONVERSATIONS):
+            ids_file.write(part["ids"].tobytes())
+            if "bytes" in part:
+                bytes_file.write(part["bytes"].tobytes())
+            targets.append(part["is_target"])
+            lengths.append(part["lengths"])
+            counts += ItemCounts(*part["counts"].tolist())
+            progress(int(part["num_bytes"]))
         for file in (ids_file, bytes_file):
             flush_file(file)
-    bits = np.packbits(np.concatenate(targets) if targets else np.zeros(0, dtype=bool), bitorder="little")
-    for name, array in ((f"{split}_targets.bin", bits), (f"{split}_offsets.bin", np.asarray(offsets, dtype=np.int64))):
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
+    bits = np.packbits(np.concatenate(targets), bitorder="little")
+    for name, array in ((f"{split}_targets.bin", bits), (f"{split}_offsets.bin", offsets)):
         with (folder / name).open("wb") as file:
             file.write(array.tobytes())
             flush_file(file)
     return counts
+
+
+def _encoder(
+    plan: ChatPlan, tokenizer: PreTrainedTokenizerBase, dtype: type[np.unsignedinteger], with_bytes: bool
+) -> Encoder:
+    """Build the function that encodes some conversations, for `write_items`."""
+    template = template_of(plan, tokenizer)
+
+    def encode(part: list[Document]) -> Encoded:
+        items: list[Item] = []
+        counts = ItemCounts()
+        for document in part:
+            more, count = build_items(plan.open(document), tokenizer, template, plan.train_on, plan.max_length)
+            items, counts = items + more, counts + count
+        is_target = [np.asarray(item.is_target, dtype=bool) for item in items]
+        sizes = [
+            bytes_of_targets(item.ids, flags, tokenizer)
+            for item, flags in zip(items if with_bytes else [], is_target, strict=False)
+        ]
+        encoded = {
+            "ids": np.array([number for item in items for number in item.ids], dtype=dtype),
+            "is_target": np.concatenate(is_target) if items else np.zeros(0, dtype=bool),
+            "lengths": np.array([len(item.ids) for item in items], dtype=np.int64),
+            "counts": np.array(astuple(counts), dtype=np.int64),
+            "num_bytes": np.array(sum(len(document.text.encode()) for document in part)),
+        }
+        return encoded | ({"bytes": np.concatenate(sizes)} if sizes else {})
+
+    return encode
 
 
 def bytes_of_targets(ids: list[int], is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -99,6 +99,8 @@ class SourceConfig(Section):
     """Share of this source in all rows, after all weights are divided by their sum; give this or `tokens`."""
     tokens: PositiveInt | None = None
     """Targets taken from this source in each pass over the mixture, exact to about one row; give this or `weight`."""
+    max_tokens: PositiveInt | None = None
+    """Tokens after which reading this source ends; null: never."""
 
     @property
     def title(self) -> str:
@@ -147,6 +149,7 @@ KEYS_OF_SOURCES = {
     "eval_split": ("hub",),
     "synthetic_tokens": ("synthetic",),
     "skip_bad_rows": ("files", "hub", "mixture"),
+    "max_tokens": ("python_stdlib", "synthetic", "files", "hub"),
 }
 """Keys of `data`, each with the only sources that read it."""
 KEYS_OF_RECORDS = ("format", "text_column", "columns", "roles")
@@ -192,6 +195,8 @@ class DataConfig(Section):
     """Column that holds the text, in all file formats but txt."""
     skip_bad_rows: Count = 0
     """Maximum number of records without usable text, which are skipped and counted; one more is an error."""
+    max_tokens: PositiveInt | None = None
+    """Tokens after which reading the text ends, with a complete document, before any of it is held out; null: never."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text, in bytes, to hold out when no other key names held-out text; taken in whole documents where possible, at most twice this share."""
     eval_files: Annotated[Strings, NotLearned] = ()
@@ -281,6 +286,10 @@ class DataConfig(Section):
             )
         if self.format not in (None, "text"):
             raise ValueError(f"format must be text for a stream, got {self.format}; set data.streaming to false")
+        if self.max_tokens is not None:
+            raise ValueError(
+                f"max_tokens must be null for a stream, which is read as far as the run goes, got {self.max_tokens}; remove it"
+            )
         for key in ("columns", "roles"):
             if getattr(self, key):
                 raise ValueError(

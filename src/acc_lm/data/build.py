@@ -22,6 +22,7 @@ from acc_lm.rows.streams import StreamRows
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Document, Skipped, hash_text
 from acc_lm.text.locations import find_files
+from acc_lm.text.parts import NO_PREPARATION, Preparation
 from acc_lm.text.tokenizer import (
     count_ids,
     id_dtype,
@@ -40,12 +41,14 @@ def build_data(
     global_batch_size: int,
     is_main_process: bool = True,
     day: str | None = None,
+    preparation: Preparation = NO_PREPARATION,
 ) -> Data:
     """Tokenised rows of both splits, from the cache or built now; a file lock coordinates the processes, no collective.
 
     Args:
         tokenizer: an existing tokenizer; None: one is built from the training split as `tokenizer_config` says.
         day: date of the run for a chat template that reads the clock, as YYYY-MM-DD; None: today's.
+        preparation: processes that tokenise the text, and a folder for the parts that they have finished.
 
     Raises:
         DataError: the text cannot be read, or there is too little of it.
@@ -55,7 +58,7 @@ def build_data(
         data = _build_stream(config, tokenizer_config, tokenizer, seed, is_main_process)
     else:
         build = build_mixture if config.mixture else build_source
-        data = build(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process, day)
+        data = build(config, tokenizer_config, tokenizer, seed, global_batch_size, is_main_process, day, preparation)
     for key, used in (("chat_template", data.facts.has_roles), ("chat_template_date", data.template_day is not None)):
         if getattr(config, key) is not None and not used:
             what = "text without roles" if key == "chat_template" else "a chat template that reads no clock"

@@ -195,7 +195,12 @@ class Data:
 def text_key(corpus: Corpus, config: DataConfig, plan: ChatPlan | None) -> str:
     """Hash of the documents and of the settings that decide which of them are held out."""
     parts = (ROWS_FORMAT, corpus.key, config.text_column, config.eval_fraction, config.skip_bad_rows)
-    return hash_text(repr((*parts, plan.format if plan else "text", *(plan.names if plan else ()))))
+    return hash_text(repr((*parts, plan.format if plan else "text", *(plan.names if plan else ()), *limit_key(config))))
+
+
+def limit_key(config: DataConfig) -> tuple[object, ...]:
+    """Part of a key that says where the text ends; empty if it is used to its end."""
+    return () if config.max_tokens is None else (("max_tokens", config.max_tokens),)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

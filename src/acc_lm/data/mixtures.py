@@ -23,6 +23,7 @@ from acc_lm.rows.packing import PackedRows
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import hash_text
+from acc_lm.text.parts import Preparation
 from acc_lm.text.splitting import split_documents
 from acc_lm.text.tokenizer import make_tokenizer
 
@@ -38,6 +39,7 @@ def build_mixture(
     global_batch_size: int,
     is_main_process: bool,
     day: str,
+    preparation: Preparation,
 ) -> Data:
     """Build each source as if it were alone; without a given tokenizer, one is built from the training text of all."""
     names = tuple(source.title for source in config.mixture)
@@ -57,7 +59,8 @@ def build_mixture(
     for name, part in zip(names, configs, strict=True):
         with naming_source(name):
             # A copy: a source may store its chat template in it, which the next source would take for the model's own.
-            parts.append(build_source(part, tokenizer_config, deepcopy(tokenizer), seed, 1, is_main_process, day))
+            own = deepcopy(tokenizer)
+            parts.append(build_source(part, tokenizer_config, own, seed, 1, is_main_process, day, preparation))
     tokenizer = next((part.tokenizer for part in parts if part.tokenizer.chat_template), parts[0].tokenizer)
     train = MixedRows([part.train for part in parts if isinstance(part.train, Rows | PackedRows)])
     sizes = tuple(len(part) for part in train.parts)
@@ -93,7 +96,7 @@ def build_mixture(
 def config_of_source(source: SourceConfig, config: DataConfig) -> DataConfig:
     """Recipe for one source alone."""
     kept = {key: getattr(source, key) for key in ("files", "dataset", "dataset_config", "dataset_split")}
-    kept |= {key: getattr(source, key) for key in ("eval_files", "eval_split")}
+    kept |= {key: getattr(source, key) for key in ("eval_files", "eval_split", "max_tokens")}
     kept |= {key: getattr(source, key) or getattr(config, key) for key in ("text_column", "format", "columns", "roles")}
     kept |= {"source": "files" if source.files else "hub", "mixture": (), "evaluation_sets": {}}
     return config.model_copy(update=kept)

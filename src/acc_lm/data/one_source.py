@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +18,24 @@ import numpy as np
 from tqdm import tqdm
 
 from acc_lm.cache import cache_folder, flush_file, make_once, read_facts, write_facts
-from acc_lm.chat.conversations import ChatPlan, plan_of, template_of, write_items
+from acc_lm.chat.conversations import ChatPlan, count_conversations, plan_of, template_of, write_items
 from acc_lm.chat.items import ItemCounts, check, describe
 from acc_lm.chat.template import DAY
 from acc_lm.config import DataConfig, TokenizerConfig
-from acc_lm.data.dataset import FORMER, ROWS_FORMAT, Data, DataFacts, SetFacts, text_key, tokenizer_key
-from acc_lm.errors import DataError
+from acc_lm.data.dataset import FORMER, ROWS_FORMAT, Data, DataFacts, SetFacts, limit_key, text_key, tokenizer_key
+from acc_lm.errors import ConfigError, DataError
 from acc_lm.rows.packing import PackedRows, open_rows
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Corpus, Document, Skipped, hash_text, text_in
 from acc_lm.text.files import check_content, content_keys, read_files
 from acc_lm.text.locations import find_files
+from acc_lm.text.parts import NO_PREPARATION, PART_OF_TEXT, Encoded, Encoder, Preparation
 from acc_lm.text.splitting import split_documents
 from acc_lm.text.tokenizer import (
     PIECE,
     count_ids,
-    encode_documents,
+    encode_part,
     encodes_pieces,
     id_dtype,
     make_tokenizer,
@@ -54,20 +57,42 @@ def build_source(
     global_batch_size: int,
     is_main_process: bool,
     day: str,
+    preparation: Preparation = NO_PREPARATION,
 ) -> Data:
     """Build the rows of one source on disk; arguments as for `build_data`."""
     plan = plan_of(config, day)
+    if config.max_tokens is not None and tokenizer is None and tokenizer_config.kind != "byte":
+        raise ConfigError(
+            f"data.max_tokens must be null for a tokenizer that is built from the text, got {config.max_tokens}; "
+            "set tokenizer.name_or_path, or name fewer data.files"
+        )
     corpus = open_corpus(config, seed, plan.read if plan else None)
     made_by = tokenizer_config.model_dump_json() if tokenizer is None else tokenizer_key(tokenizer)
 
     def key_of(form: str, text: str) -> str:
         parts = (form, text, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)
-        return hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
+        return hash_text(repr(parts + limit_key(config) + (plan.key(tokenizer) if plan else ())))
 
     def build(work: Path) -> None:
         how = _build if plan is None else partial(_build_conversations, plan)
-        how(corpus, config, tokenizer_config, tokenizer, work, global_batch_size, is_main_process)
+        own = preparation.inside(key)
+        used = corpus
+        if config.max_tokens is not None:
+            counted = tokenizer or make_tokenizer(tokenizer_config, ())
+            used = _ended(corpus, config.max_tokens, config.skip_bad_rows, counted, plan, is_main_process, own)
+        how(
+            used,
+            config,
+            tokenizer_config,
+            tokenizer,
+            work,
+            global_batch_size,
+            is_main_process,
+            own,
+        )
         corpus.check()
+        if own.folder is not None:
+            shutil.rmtree(own.folder, ignore_errors=True)
 
     key = key_of(ROWS_FORMAT, corpus.key)
 
@@ -83,6 +108,40 @@ def build_source(
     former_key = key_of(FORMER, corpus.former_key or "") if is_known else None
     data = replace(data, shuffle=config.shuffle, text_key=text_key(corpus, config, plan), former_key=former_key)
     return with_sets(data, config, plan, is_main_process)
+
+
+def _ended(
+    corpus: Corpus,
+    max_tokens: int,
+    skip_bad_rows: int,
+    tokenizer: PreTrainedTokenizerBase,
+    plan: ChatPlan | None,
+    show_progress: bool,
+    preparation: Preparation,
+) -> Corpus:
+    """The corpus up to the document that brings its training text to `max_tokens` ids."""
+    count = count_text(tokenizer) if plan is None else count_conversations(plan, tokenizer)
+    parts = preparation.encode("count", corpus.train(Skipped(skip_bad_rows)), count, PART_OF_TEXT)
+    num_documents = num_ids = 0
+    disable = None if show_progress else True
+    with closing(parts), tqdm(total=max_tokens, unit="tok", unit_scale=True, desc="count", disable=disable) as bar:
+        for part in parts:
+            totals = num_ids + np.cumsum(part["lengths"])
+            taken = min(int(np.searchsorted(totals, max_tokens)) + 1, len(totals))
+            num_documents, num_ids = num_documents + taken, int(totals[taken - 1])
+            bar.update(min(num_ids, max_tokens) - bar.n)
+            if num_ids >= max_tokens:
+                break
+    about = f"{num_documents:,} documents of {num_ids:,} tokens, because data.max_tokens is {max_tokens:,}"
+    facts = corpus.facts | ({"ended": about} if num_ids >= max_tokens else {})
+    return replace(corpus, train=lambda skipped: islice(corpus.train(skipped), num_documents), facts=facts)
+
+
+def count_text(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """Function that counts the ids of each document of plain text."""
+    encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
+    assert isinstance(end, int)
+    return lambda part: {"lengths": encode_part(part, encoder, end, with_bytes=False)[2]}
 
 
 def has_former_ids(data: Data, plan: ChatPlan | None) -> bool:
@@ -230,6 +289,7 @@ def _build(
     work: Path,
     global_batch_size: int,
     show_progress: bool,
+    preparation: Preparation,
 ) -> None:
     train, evaluation, sizes = split_documents(corpus, config)
     # A token stands for at least one byte, so bytes bound the tokens before any tokenizer is trained.
@@ -243,7 +303,9 @@ def _build(
     dtype = id_dtype(vocab_size)
     total = sizes["train_bytes"] + sizes["eval_bytes"]
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
-        train_tokens = write_text(train(), tokenizer, dtype, work, "train", with_bytes=False, progress=bar.update)
+        train_tokens = write_text(
+            train(), tokenizer, dtype, work, "train", with_bytes=False, progress=bar.update, preparation=preparation
+        )
         eval_files: list[str] = []
         eval_text: list[bytes] = []
         keep_text = sizes["eval_bytes"] <= COMPRESS_LIMIT
@@ -256,7 +318,9 @@ def _build(
                     eval_text.append(document.text.encode())
                 yield document
 
-        eval_tokens = write_text(noted(), tokenizer, dtype, work, "eval", with_bytes=True, progress=bar.update)
+        eval_tokens = write_text(
+            noted(), tokenizer, dtype, work, "eval", with_bytes=True, progress=bar.update, preparation=preparation
+        )
     if eval_tokens < 2:
         raise DataError(
             "data: the held-out text must have at least one target, got none; raise data.eval_fraction or add text"
@@ -284,21 +348,28 @@ def write_text(
     *,
     with_bytes: bool,
     progress: Callable[[int], object] = lambda _: None,
+    preparation: Preparation = NO_PREPARATION,
 ) -> int:
     """Tokenise the text of one split into `work`, each document followed by the end token; return the number of ids."""
     end, num_tokens = tokenizer.eos_token_id, 0
     assert isinstance(end, int)
+    encoder = text_encoder(tokenizer)
+
+    def encode(part: list[Document]) -> Encoded:
+        ids, byte_counts, _ = encode_part(part, encoder, end, with_bytes=with_bytes)
+        num_bytes = sum(len(document.text.encode()) for document in part)
+        sizes = {"bytes": byte_counts} if with_bytes else {}
+        return {"ids": ids.astype(dtype), "num_bytes": np.array(num_bytes)} | sizes
+
     with ExitStack() as stack:
         ids_file = stack.enter_context((work / f"{split}.bin").open("wb"))
         bytes_file = stack.enter_context((work / f"{split}_bytes.bin").open("wb")) if with_bytes else None
-        for ids, byte_counts, num_bytes in encode_documents(
-            documents, text_encoder(tokenizer), end, with_bytes=with_bytes
-        ):
-            ids_file.write(ids.astype(dtype).tobytes())
+        for part in preparation.encode(split, documents, encode, PART_OF_TEXT):
+            ids_file.write(part["ids"].tobytes())
             if bytes_file:
-                bytes_file.write(byte_counts.tobytes())
-            num_tokens += len(ids)
-            progress(num_bytes)
+                bytes_file.write(part["bytes"].tobytes())
+            num_tokens += len(part["ids"])
+            progress(int(part["num_bytes"]))
         for file in (ids_file, bytes_file):
             if file:
                 flush_file(file)
@@ -314,6 +385,7 @@ def _build_conversations(
     work: Path,
     global_batch_size: int,
     show_progress: bool,
+    preparation: Preparation,
 ) -> None:
     train, evaluation, sizes = split_documents(corpus, config, can_cut=False)
     if tokenizer is None:
@@ -324,7 +396,15 @@ def _build_conversations(
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
         counts = {
             split: write_items(
-                documents(), plan, tokenizer, work, split, dtype, with_bytes=split == "eval", progress=bar.update
+                documents(),
+                plan,
+                tokenizer,
+                work,
+                split,
+                dtype,
+                with_bytes=split == "eval",
+                progress=bar.update,
+                preparation=preparation,
             )
             for split, documents in (("train", train), ("eval", evaluation))
         }
@@ -336,6 +416,7 @@ def _build_conversations(
         conversations=f"{plan.format}, trained on {plan.train_on}: {describe(counts['train'])}",
         item_counts={split: asdict(count) for split, count in counts.items()},
         has_roles=any(count.plain < count.conversations for count in counts.values()),
+        source=corpus.facts,
         **sizes,
     )
     write_facts(work, asdict(facts))

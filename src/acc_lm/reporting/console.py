@@ -29,7 +29,7 @@ def start_block(
     training = config.training
     micro, accumulation = split_global_batch(training, identity.num_processes)
     tokens = training.global_batch_size * config.data.sequence_length
-    facts, (text, in_rows) = data.facts, _text_and_rows(config, data, order)
+    facts = data.facts
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
     lines = [
         (
@@ -50,15 +50,7 @@ def start_block(
             f"{model.num_parameters:,} parameters ({model.num_trainable:,} trained); attention: {model.attention}; loss: {model.loss}",
         ),
         ("speed", _of_what(config, identity, model.flops)),
-        ("text", f"{text} ({facts.vocab_size:,} ids)"),
-        (
-            "held out",
-            f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens"
-            + (
-                f", {facts.eval_bytes / (facts.train_bytes + facts.eval_bytes):.1%} of all" if facts.train_bytes else ""
-            ),
-        ),
-        ("rows", in_rows),
+        *lines_of_text(config, data, order),
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
@@ -68,10 +60,7 @@ def start_block(
     lines += _lines_of_data(config, data, order, num_steps)
     if "entropy_rate" in facts.source:
         lines.append(("floor", f"{facts.source['entropy_rate']:.4f} nats per symbol, the entropy rate of the source"))
-    if facts.skipped_records:
-        lines.append(("note", f"{facts.skipped_records} records without usable text were skipped"))
-    if facts.shared_documents:
-        lines.append(("warning", f"{facts.shared_documents} held-out documents are in the training text too"))
+    lines += notes_of_text(data)
     if model.dropout > 0:
         lines.append(
             (
@@ -84,15 +73,30 @@ def start_block(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
-def _text_and_rows(config: Config, data: Data, order: RowOrder) -> tuple[str, str]:
-    """Descriptions of the size of the training text, and of the rows built from it."""
+def lines_of_text(config: Config, data: Data, order: RowOrder) -> list[tuple[str, str]]:
+    """Pairs (name, text) for the training text, the held-out text and the rows."""
     facts = data.facts
     text = f"{facts.train_bytes / 1e6:.2f} MB, {facts.train_documents:,} documents, {facts.train_tokens:,} tokens"
     if "streams" in facts.source:
         text, in_rows = facts.source["streams"], f"{config.data.sequence_length} tokens each, as the streams give them"
     else:
         in_rows = f"{data.num_rows:,} of {config.data.sequence_length} tokens; 1 epoch = {order.count_steps(1):,} steps"
-    return text, in_rows
+    held_out = f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens"
+    if facts.train_bytes:
+        held_out += f", {facts.eval_bytes / (facts.train_bytes + facts.eval_bytes):.1%} of all"
+    return [("text", f"{text} ({facts.vocab_size:,} ids)"), ("held out", held_out), ("rows", in_rows)]
+
+
+def notes_of_text(data: Data) -> list[tuple[str, str]]:
+    """Pairs (name, text) for what is left out of the text, and for what is in both splits."""
+    facts, lines = data.facts, []
+    if "ended" in facts.source:
+        lines.append(("note", f"reading the text ended after {facts.source['ended']}"))
+    if facts.skipped_records:
+        lines.append(("note", f"{facts.skipped_records} records without usable text were skipped"))
+    if facts.shared_documents:
+        lines.append(("warning", f"{facts.shared_documents} held-out documents are in the training text too"))
+    return lines
 
 
 def _lines_of_data(config: Config, data: Data, order: RowOrder, num_steps: int) -> list[tuple[str, str]]:

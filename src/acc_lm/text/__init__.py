@@ -7,5 +7,6 @@ files        txt, JSON lines, JSON, CSV, Parquet, Arrow -> records, each with it
 documents    documents, and the corpus that they form
 synthetic    synthetic text with a known entropy
 splitting    training and held-out documents, split by content
+parts        documents encoded part by part, by several processes if requested
 tokenizer    load or train a tokenizer, encode documents
 """

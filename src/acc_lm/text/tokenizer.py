@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-BATCH_CHARACTERS = 4_000_000  # characters of text that are encoded in one call
-
 
 END_TOKEN = "<|endoftext|>"
 PIECE = 1_000_000  # characters of one document that are encoded in one call
@@ -186,25 +184,27 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def encode_documents(
-    documents: Iterator[Document], encoder: Any, end: int, *, with_bytes: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Triples (ids, bytes of each token, bytes of text) of a few documents each; the end token follows each document."""
+def encode_part(
+    documents: list[Document], encoder: Any, end: int, *, with_bytes: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, bytes of each id, number of ids of each document) of a few documents, each followed by the end token."""
     encode = encoder.encode_batch if with_bytes else encoder.encode_batch_fast
-    for texts in _in_batches(documents):
-        pieces = [marked for text in texts for marked in _marked(text, encoder)]
-        ids: list[np.ndarray] = []
-        byte_counts: list[np.ndarray] = []
-        encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
-        for (piece, is_last), encoding in zip(pieces, encoded, strict=True):
-            ids.append(np.array(encoding.ids, dtype=np.uint32))
-            if with_bytes:
-                byte_counts.append(token_bytes(piece, encoding.offsets))
-            if is_last:
-                ids.append(np.array([end], dtype=np.uint32))
-                byte_counts.append(np.zeros(1, dtype=np.uint32))
-        num_bytes = sum(len(text.encode()) for text in texts)
-        yield np.concatenate(ids), np.concatenate(byte_counts), num_bytes
+    pieces = [marked for document in documents for marked in _marked(document.text, encoder)]
+    ids: list[np.ndarray] = []
+    byte_counts: list[np.ndarray] = []
+    ends: list[int] = []
+    num_ids = 0
+    encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
+    for (piece, is_last), encoding in zip(pieces, encoded, strict=True):
+        ids.append(np.array(encoding.ids, dtype=np.uint32))
+        num_ids += len(ids[-1]) + is_last
+        if with_bytes:
+            byte_counts.append(token_bytes(piece, encoding.offsets))
+        if is_last:
+            ids.append(np.array([end], dtype=np.uint32))
+            byte_counts.append(np.zeros(1, dtype=np.uint32))
+            ends.append(num_ids)
+    return np.concatenate(ids), np.concatenate(byte_counts), np.diff(ends, prepend=0)
 
 
 def encode_each(
@@ -214,7 +214,7 @@ def encode_each(
     encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
     assert isinstance(end, int)
     for document in documents:
-        ((ids, byte_counts, _),) = encode_documents(iter([document]), encoder, end, with_bytes=True)
+        ids, byte_counts, _ = encode_part([document], encoder, end, with_bytes=True)
         yield document, ids, byte_counts
 
 
@@ -222,16 +222,3 @@ def _marked(text: str, encoder: Any) -> list[tuple[str, bool]]:
     """Pairs (piece, True if it is the last) of a document."""
     *pieces, last = cut_text(text, encoder)
     return [(piece, False) for piece in pieces] + [(last, True)]
-
-
-def _in_batches(documents: Iterator[Document]) -> Iterator[list[str]]:
-    texts: list[str] = []
-    characters = 0
-    for document in documents:
-        texts.append(document.text)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield texts
-            texts, characters = [], 0
-    if texts:
-        yield texts
