@@ -162,10 +162,16 @@ EXIT_PREEMPTED = Preempted.exit_code
 EXIT_INTERRUPTED = 130
 
 
+LINE = 200
+"""Maximum characters of another library's error within one of ours."""
+
+
 def first_line(error: BaseException) -> str:
-    """Text of another library's error on one line, cut at 200 characters."""
+    """Text of another library's error on one line, cut after a word at 200 characters."""
     text = " ".join((str(error) or type(error).__name__).split())
-    return text[:200]
+    if len(text) <= LINE:
+        return text
+    return text[:LINE].rpartition(" ")[0].rstrip(".,:;") + " ..." if " " in text[:LINE] else text[:LINE]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

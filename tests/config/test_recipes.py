@@ -140,8 +140,28 @@ def test_finetune_on_files_of_any_kind(hub: Path, tmp_path: Path, words: list[st
         f"data.files=[{tmp_path}/**/*.txt, {tmp_path}/**/*.jsonl]", *SMALL,
     )  # fmt: skip
     card = (tmp_path / "run/final/README.md").read_text()
-    assert "base_model:" in card
-    assert "fine-tuned from" in card
+    assert "fine-tuned from a model in a local folder" in card
+    assert "base_model:" not in card, "a path of this machine is no base model"
+
+
+def test_a_chat_model_learns_ones_own_conversations(hub: Path, tmp_path: Path) -> None:
+    """A few dozen records with columns and roles of their own; no recipe says that it was run where it was not."""
+    with (tmp_path / "mine.jsonl").open("w") as file:
+        for number in range(40):
+            turns = [{"who": "customer", "said": f"what is {number}?"}, {"who": "agent", "said": f"it is {number}"}]
+            file.write(json.dumps({"ticket": number, "messages": turns}) + "\n")
+    finished = run_recipe(
+        "chat_own_files_lora", tmp_path / "run", f"model.name_or_path={hub}/Qwen/Qwen3-0.6B",
+        f"data.files=[{tmp_path}/mine.jsonl]", "data.columns={role: who, content: said}",
+        "data.roles={user: customer, assistant: agent}", "adapter.rank=2", *SMALL,
+    )  # fmt: skip
+    assert re.search(r"learned +messages, trained on assistant: (3\d) conversations in \1 items", finished.output)
+    for file in RECIPES:
+        (expected,) = re.findall(r"^# Expected: (.*)", file.read_text(), re.M)
+        assert ("not run" in expected) == (
+            file.stem in {*ON_THE_HUB, "finetune_smollm2-135m_files", "chat_own_files_lora"}
+        )
+        assert "not run" not in expected or "tests/config/test_recipes.py trains it" in expected, "what was run instead"
 
 
 # By name: overrides other than sizes and places, and what the start block prints about the data.
@@ -187,7 +207,8 @@ def test_a_recipe_on_the_hub(name: str, hub: Path, tmp_path: Path) -> None:
 
 
 def test_every_recipe_is_run() -> None:
-    here = {"quickstart", "pretrain_synthetic", "pretrain_gpt2_shakespeare-char", "finetune_smollm2-135m_files"}
+    here = {"quickstart", "pretrain_synthetic", "pretrain_gpt2_shakespeare-char", "finetune_smollm2-135m_files",
+            "chat_own_files_lora"}  # fmt: skip
     of_a_lab = {"chat_quickstart_python-docs"}
     assert {file.stem for file in RECIPES} == here | set(ON_THE_HUB) | of_a_lab
 

@@ -419,7 +419,7 @@ PLACES = {
     "resume, unknown home": (["checkpoint.resume=~nobody-here/x"], 5, "checkpoint.resume must be a checkpoint folder"),
     "cache_dir, long": ([f"data.cache_dir=BASE/{'x' * 300}"], 3, "data.cache_dir must be a writable folder"),
     "files, long": ([f"data.files=BASE/{'x' * 300}"], 3, "data.files must name an existing file"),
-    "files, far": (["data.files=https://example.com/x.jsonl"], 3, "data.files must name an existing file"),
+    "files, far": (["data.files=https://127.0.0.1:9/x.jsonl"], 3, "data.files must name remote files that can be read"),
     "files, upwards": (["data.files=BASE/../nothing-there.txt"], 3, "data.files must name an existing file"),
     "model, long": (["model.config=null", f"model.name_or_path=BASE/{'x' * 300}"], 2, "model.name_or_path must"),
     "data set, long": (["data.source=hub", "data.files=[]", f"data.dataset=BASE/{'x' * 300}"], 3, "data.dataset must be"),

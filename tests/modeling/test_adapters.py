@@ -268,7 +268,7 @@ def test_the_exported_adapter_is_small_and_says_what_it_is_for(
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 64.0, "LORA")
     card = (run / "final/README.md").read_text()
     assert "library_name: peft" in card
-    assert f"A LoRA adapter of rank 4 (for `{bases['llama']}`, {trained:,} parameters)" in card
+    assert f"A LoRA adapter of rank 4 (for a model in a local folder, {trained:,} parameters)" in card
     # As a user would: by peft, by acc-lm, by transformers' pipeline.
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(run / "final")
     weights = peft.get_peft_model_state_dict(loaded)
@@ -301,6 +301,15 @@ def test_merged_logits_are_those_of_adapter_and_base(
         together = apply_adapter(open_adapter(run / "final"), base).eval()(ids).logits  # type: ignore[arg-type]
         alone = AutoModelForCausalLM.from_pretrained(merged).eval()(ids).logits
     assert not list(merged.glob("adapter*"))
+    card = (merged / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert (
+        "# merged\n\nA model in a local folder with a LoRA adapter, merged into it in float32 and stored in float32."
+        in card
+    )
+    assert card.partition("## Data")[2] == (run / "final/README.md").read_text().partition("## Data")[2]
+    for text in (card, (run / "final/README.md").read_text()):
+        assert "base_model" not in text, "a path of this machine is no base model"
     assert (together - without).abs().max() > 1e-3, "the adapter has learned something"
     assert (alone - together).abs().max() <= 1e-6
     # And the newest checkpoint holds the same adapter.

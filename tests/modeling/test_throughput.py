@@ -314,7 +314,7 @@ def test_main_process_work_between_steps_is_not_counted_as_waiting(
     def slow_main(rank: int) -> None:
         slow_host(1 - rank)
         if rank == 0:
-            for place in ("acc_lm.training.reporter.start_block", "acc_lm.run_files.metrics_file.draw_curves"):
+            for place in ("acc_lm.training.reporter.start_block", "acc_lm.run_files.curves.draw_curves"):
                 wrap(place, lambda: time.sleep(1.0))
 
     train([*tiny, "training.max_steps=6", "training.log_every=2", "training.eval_every=3", "checkpoint.every=100",

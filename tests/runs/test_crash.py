@@ -79,7 +79,7 @@ PHASES = {
     "building the model": ("acc_lm.training.run.build_model", 1),
     "the first step": ("acc_lm.training.train_step", 1),
     "an evaluation": ("acc_lm.evaluation.held_out.release_gathered", 2),
-    "the picture": ("acc_lm.run_files.metrics_file.draw_curves", 3),
+    "the picture": ("acc_lm.run_files.curves.draw_curves", 3),
     "the export": ("acc_lm.export.export.make_readable", 1),
     "the model card": ("acc_lm.export.export.model_card", 1),
 }

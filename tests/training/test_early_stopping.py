@@ -145,7 +145,7 @@ def test_a_killed_run_comes_to_the_same_end(moment: str, whole: Path, tiny_recip
     arguments = ["--config", str(tiny_recipe), *STOPS, f"output_dir={run}"]
     place = {
         "counting": ("acc_lm.training.train_step", LAST),
-        "after the evaluation that ends it": ("acc_lm.run_files.metrics_file.draw_curves", 3),
+        "after the evaluation that ends it": ("acc_lm.run_files.curves.draw_curves", 3),
         "the export": ("acc_lm.export.export.whole_weights", 1),
     }[moment]
     killed = train_with(arguments, lambda: wrap(place[0], lambda: os.kill(os.getpid(), signal.SIGKILL), place[1]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.chat.records import Message, shown
-from acc_lm.errors import ConfigError
+from acc_lm.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,7 +190,7 @@ def render(
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
         where = f"{template.origin}:{line}" if line else template.origin
-        raise TemplateError(f"{where} must write the conversation, got: {' '.join(str(error).split())[:200]}") from None
+        raise TemplateError(f"{where} must write the conversation, got: {first_line(error)}") from None
     return str(rendered)
 
 

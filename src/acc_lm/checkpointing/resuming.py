@@ -31,7 +31,7 @@ from acc_lm.errors import CheckpointError, ConfigError, DivergedError, UserError
 from acc_lm.files import write_json
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, RECIPE
-from acc_lm.run_files.summary import read_summary
+from acc_lm.run_files.summary import read_json_file, read_summary
 from acc_lm.runtime import Identity, close, environment, on_main
 
 if TYPE_CHECKING:
@@ -263,15 +263,15 @@ def begin(
     Args:
         trains: False for a run that only evaluates, which changes no existing file.
     """
+    step = found.checkpoint.progress.step if found.checkpoint else 0
+    is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     if trains or not (output_dir / ENVIRONMENT).exists():
-        write_json(
-            output_dir / ENVIRONMENT, {**environment(identity), "text_key": data.text_key}
-        )  # first, because this file marks the folder as a run's
+        earlier = [] if is_elsewhere else [other for other in resumed_at(output_dir) if other < step]
+        facts = {**environment(identity), "text_key": data.text_key, "resumed_at": earlier + [step] * (step > 0)}
+        write_json(output_dir / ENVIRONMENT, facts)  # first, because this file marks the folder as a run's
     if not trains:
         return
     set_aside(output_dir, found)
-    step = found.checkpoint.progress.step if found.checkpoint else 0
-    is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     # After a start from a checkpoint elsewhere, the record in this folder belongs to another lineage.
     metrics_file.keep_until(output_dir, -1 if is_elsewhere else step)
     (output_dir / RECIPE).write_text(dump_config(config), encoding="utf-8")
@@ -279,6 +279,12 @@ def begin(
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
     data.tokenizer.save_pretrained(output_dir / "tokenizer")
+
+
+def resumed_at(output_dir: Path) -> list[int]:
+    """Steps after which the starts of this run resumed, in order."""
+    steps = read_json_file(output_dir / ENVIRONMENT).get("resumed_at")
+    return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
 
 
 def load_best(accelerator: Accelerator, output_dir: Path, metric: str, model: nn.Module, optimizer: Any) -> int | None:

@@ -42,7 +42,10 @@ VERBS = {
         "scaling": "measure weak and strong scaling: time and communicated bytes by number of processes, as table and plot",
         "bench-comm": "measure bandwidth between processes by size; time, bytes and error of a step by bucket, hook and accumulation",
     },
-    "reference": {"recipe": "print the reference of all recipe keys"},
+    "reference": {
+        "recipe": "print the reference of all recipe keys",
+        "completion": "print a script that lets the shell complete verbs, recipes, configs and keys",
+    },
 }
 USAGES = {
     "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -134,19 +135,19 @@ def model_card(config: Config, facts: DataFacts, metrics: dict[str, float], step
         library_name="transformers" if adapter.kind == "none" else "peft",
         pipeline_tag="text-generation",
         tags=["acc-lm"] if adapter.kind == "none" else ["acc-lm", "lora"],
-        base_model=config.model.name_or_path,
+        base_model=hub_id(config.model.name_or_path),
     )
     name = re.sub(r"([!-,./:-@^_{}~])", r"\\\1", _plain(Path(config.output_dir).resolve().name))
     kind = (
         config.model.config["model_type"]
         if config.model.config
-        else f"fine-tuned from `{_plain(str(config.model.name_or_path))}`"
+        else f"fine-tuned from {base_name(config.model.name_or_path)}"
     )
     amount = f"{facts.train_documents:,} documents, {facts.train_bytes:,} bytes, {facts.train_tokens:,} tokens"
     amount = facts.source.get("streams", amount)
     what = "A causal language model"
     if adapter.kind != "none":
-        what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for `{_plain(str(config.model.name_or_path))}`"
+        what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for {base_name(config.model.name_or_path)}"
     loss, perplexity, accuracy = (metrics[f"eval/{name}"] for name in ("loss", "perplexity", "token_accuracy"))
     bits = f"{metrics['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in metrics else "none"
     return f"""---
@@ -184,6 +185,32 @@ print(generate({(config.export.sample_prompt or "Once")!r}, max_new_tokens=50)[0
 {dump_config(config).rstrip().replace("```", "'''")}
 ```
 """
+
+
+def hub_id(name: str | None) -> str | None:
+    """Name of a model if it is one on the Hub, for the card's metadata; None for a local folder."""
+    return None if name is None or os.path.isdir(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else name
+
+
+def base_name(name: str | None) -> str:
+    """Name of a base model for a reader: its id on the Hub, or that it is a folder of the author's machine."""
+    return f"`{_plain(name)}`" if name is not None and hub_id(name) else "a model in a local folder"
+
+
+def merged_card(card: str | None, base: str, name: str, dtype: str) -> str:
+    """README.md of a model that an adapter was merged into.
+
+    Args:
+        card: README.md of the adapter, whose data, figures and recipe stay valid; None if it has none.
+    """
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["acc-lm"], base_model=hub_id(base)
+    )
+    about = f"{base_name(base)[0].upper()}{base_name(base)[1:]} with a LoRA adapter, merged into it in float32 and stored in {dtype}."
+    rest = "## Data" + card.partition("\n## Data")[2] if card and "\n## Data" in card else ""
+    return f"---\n{data.to_yaml()}\n---\n\n# {_plain(name)}\n\n{about}\n\n{rest}".rstrip() + "\n"
 
 
 def _source_of(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from acc_lm.chat.items import question_ids
 from acc_lm.errors import ConfigError, UserError, first_line, is_out_of_memory
-from acc_lm.export.export import exported_steps, write_steps
+from acc_lm.export.export import exported_steps, merged_card, write_steps
 from acc_lm.files import written_aside
 from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
 from acc_lm.modeling.adapter import apply_adapter, open_adapter
@@ -71,6 +72,11 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
         tokenizer.save_pretrained(work)
         if steps is not None:
             write_steps(work, *steps)
+        card = folder / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else None
+        base = str(json.loads((folder / ADAPTER_SETTINGS).read_text())["base_model_name_or_path"])
+        merged = merged_card(text, base, output.resolve().name, str(dtype).removeprefix("torch."))
+        (work / "README.md").write_text(merged, encoding="utf-8")
 
 
 def sample_text(

@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import shlex
+import shutil
 import sys
 import threading
 import uuid
@@ -110,6 +111,8 @@ class Tracking:
                     metrics = {}
             for tracker in self._accelerator.trackers:
                 tracker.finish()
+            if self._chain and self._accelerator.trackers:
+                self._chain.finished()
         except Exception as error:  # an observer must not stop a run, whatever it raises
             self._give_up(error)
         finally:
@@ -208,6 +211,11 @@ class WandbChain:
             self._first = run.starting_step
         for folder in self._replaced:
             folder.rename(folder.with_name(f"replaced-{folder.name}"))
+
+    def finished(self) -> None:
+        """Delete the folders that the finished run has replaced: all their steps are in its own."""
+        for folder in self._file.parent.glob(f"replaced-offline-run-*-{self.id}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def takes(self, step: int) -> bool:
         """Test whether W&B lacks this step, and record it before it is sent, so that it is never sent again."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from acc_lm.config import DataConfig
-from acc_lm.errors import DataError
+from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import request_death_signal
 from acc_lm.rows.order import other_permutation
 from acc_lm.text.corpus import stream_dataset
@@ -156,7 +156,7 @@ class Stream:
                         f"{reason}; repair it, then run the same command to resume from the last checkpoint"
                     ) from None
                 print(
-                    f"warning: {self._shards.names[shard]} could not be read ({' '.join(str(error).split())[:200]}); "
+                    f"warning: {self._shards.names[shard]} could not be read ({first_line(error)}); "
                     f"trying again in {PAUSES[failures]:g} s",
                     file=sys.stderr,
                     flush=True,

@@ -1,4 +1,4 @@
-"""Record of a run: `metrics.jsonl`, one line per logged step and per evaluation, and the curves drawn from it."""
+"""Record of a run: `metrics.jsonl`, one line per logged step and per evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm.files import to_json
-from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, METRICS, PICTURE, SAMPLES
+from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, METRICS, SAMPLES
 
 
 def append(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
@@ -104,65 +104,3 @@ def sets(entries: Iterable[dict[str, Any]]) -> list[str]:
     """Names of the evaluation sets, in the order of their first evaluation."""
     parts = (name.split("/") for entry in entries for name in entry)
     return list(dict.fromkeys(part[1] for part in parts if part[0] == "eval" and len(part) == 3))
-
-
-def smooth(values: list[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each position."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
-
-
-def draw_curves(output_dir: Path, title: str, best_metric: str = "eval/loss") -> None:
-    """Draw `training_curves.png`: training loss, evaluation losses with the best evaluation marked, learning rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import NullFormatter
-
-    entries = read(output_dir)
-    figure, (train, evaluation, rate) = plt.subplots(1, 3, figsize=(15, 4))
-    figure.subplots_adjust(
-        left=0.05, right=0.985, bottom=0.13, top=0.84, wspace=0.2
-    )  # a layout engine would draw everything twice
-    figure.suptitle(title, parse_math=False)  # a $ in a name starts no formula
-    steps, losses = series(entries, "train/loss")
-    train.plot(steps, losses, color="tab:blue", alpha=0.3, marker="." if len(steps) < 3 else None, label="logged steps")
-    train.plot(steps, smooth(losses, max(1, len(losses) // 20)), color="tab:blue", label="smoothed")
-    train.set_title("Training loss", y=1.0)  # finding an automatic height takes as long as all other drawing
-    train.set_ylabel("nats per target")
-    eval_steps, eval_losses = series(entries, "eval/loss")
-    evaluation.plot(eval_steps, eval_losses, color="tab:orange", marker="o", markersize=4, label="held-out text")
-    for name in sets(entries):
-        evaluation.plot(*series(entries, f"eval/{name}/loss"), marker=".", linewidth=1, alpha=0.7, label=name)
-    found = best(entries, best_metric)
-    if found and found["step"] in eval_steps:
-        height = eval_losses[eval_steps.index(found["step"])]
-        what = "best" if best_metric == "eval/loss" else f"best {best_metric.removeprefix('eval/')}"
-        evaluation.axhline(height, color="tab:green", linestyle="--", linewidth=1)
-        evaluation.plot(
-            found["step"],
-            height,
-            "*",
-            color="tab:green",
-            markersize=14,
-            label=f"{what} {found['value']:.4f} at step {found['step']}",
-        )
-    evaluation.set_title("Evaluation loss", y=1.0)
-    evaluation.set_ylabel("nats per target")
-    rate_steps, rates = series(entries, "train/learning_rate")
-    rate.plot(rate_steps, rates, color="tab:red", marker="." if len(rate_steps) < 3 else None, label="learning rate")
-    if any(value > 0 for value in rates):
-        rate.set_yscale("log")
-        rate.yaxis.set_major_formatter("{x:g}")
-        if max(rates) >= 100 * min(value for value in rates if value > 0):  # else only minor ticks have labels
-            rate.yaxis.set_minor_formatter(NullFormatter())
-    rate.set_title("Learning rate", y=1.0)
-    for axes in (train, evaluation, rate):
-        axes.set_xlabel("optimizer step")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    temporary = output_dir / f".{PICTURE}"
-    figure.savefig(temporary, dpi=110, format="png")
-    plt.close(figure)
-    os.replace(temporary, output_dir / PICTURE)

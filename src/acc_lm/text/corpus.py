@@ -13,7 +13,7 @@ import xxhash
 
 from acc_lm.cache import cache_folder, make_once, read_facts, write_facts
 from acc_lm.config import DataConfig
-from acc_lm.errors import DataError
+from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import is_main_process
 from acc_lm.text.documents import Corpus, Document, Skipped, TextReader, hash_text, text_in
 from acc_lm.text.files import (
@@ -128,9 +128,8 @@ def _load_split(config: DataConfig, split: str, *, streaming: bool = False) -> A
     except DataError:
         raise
     except Exception as error:  # datasets raises a dozen kinds; each means that the dataset cannot be loaded
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(
-            f"data.dataset must be a dataset that can be loaded (split {split}), got {config.dataset!r}: {reason}; "
+            f"data.dataset must be a dataset that can be loaded (split {split}), got {config.dataset!r}: {first_line(error)}; "
             "check name, split and network, or give a local folder"
         ) from None
 

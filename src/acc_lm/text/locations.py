@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm.cache import cache_folder, make_once, write_facts
-from acc_lm.errors import DataError
+from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import is_main_process
 from acc_lm.text.documents import hash_text
 from acc_lm.text.opening import reading
@@ -133,7 +133,7 @@ def _fetch(address: str, key: str, cache_dir: str | None) -> list[Path]:
     except DataError:
         raise
     except Exception as error:  # every file system of fsspec has kinds of its own; each means that it cannot be read
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = "not found" if isinstance(error, FileNotFoundError) else first_line(error)
         raise DataError(
             f"{key} must name remote files that can be read, got {address!r}: {reason}; "
             "check the address, the network and your credentials"

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from acc_lm.checkpointing import resuming
 from acc_lm.config import Mode
 from acc_lm.evaluation.held_out import Evaluation
 from acc_lm.redaction import printable
 from acc_lm.reporting.console import Bar, start_block
 from acc_lm.reporting.tracking import Tracking
-from acc_lm.run_files import metrics_file
+from acc_lm.run_files import curves, metrics_file
 from acc_lm.training.run import Run
 
 
@@ -44,9 +45,12 @@ class Reporter:
     def evaluation(self, step: int, result: Evaluation, samples: dict[str, Any]) -> None:
         self._record(step, result.metrics(), samples)
         if self._run.is_main:
-            metrics_file.draw_curves(
-                self._run.output_dir, self._run.output_dir.name, self._run.config.checkpoint.best_metric
+            folder, metric = self._run.output_dir, self._run.config.checkpoint.best_metric
+            shown = self._run.data.facts.compared_with_compressors(
+                result.held_out.bits_per_byte, result.held_out.num_targets
             )
+            compressors = {name: value for name, value in shown.items() if name != "model"}
+            curves.draw_curves(folder, folder.name, metric, compressors, resuming.resumed_at(folder))
         self._bar.show_evaluation(step, result)
 
     def epoch(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,0 +1,87 @@
+"""training_curves.png: what is drawn, where the axes lie, and that a resumed run says where it was resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_training
+
+from acc_lm.checkpointing.resuming import resumed_at
+from acc_lm.run_files.curves import draw_curves, smooth
+from acc_lm.run_files.names import METRICS, PICTURE
+
+
+def axes_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> dict[str, Any]:
+    """Axes of the picture by title, as they are when it is saved."""
+    import matplotlib.figure
+
+    found: dict[str, Any] = {}
+    save = matplotlib.figure.Figure.savefig
+
+    def look(figure: Any, *arguments: Any, **keys: Any) -> None:
+        found.update({axes.get_title(): axes for axes in figure.axes})
+        save(figure, *arguments, **keys)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", look)
+    draw_curves(folder, "a $run", **keys)
+    assert (folder / PICTURE).read_bytes().startswith(b"\x89PNG")
+    return found
+
+
+def write_metrics(folder: Path, num_steps: int = 100) -> None:
+    with (folder / METRICS).open("w") as file:
+        for step in range(1, num_steps + 1):
+            names = {
+                "loss": 5 - step / 50,
+                "learning_rate": 1e-3 * min(step / 10, 1),
+                "grad_norm": 10.0 ** (step % 4),
+                "tokens_per_second": 900.0,
+            }
+            file.write(json.dumps({"step": step} | {f"train/{name}": value for name, value in names.items()}) + "\n")
+            if step % 20 == 0:
+                evaluated = {"eval/loss": 5 - step / 60, "eval/bits_per_byte": 3.0, "eval/wiki/loss": 4.0}
+                file.write(json.dumps({"step": step} | evaluated) + "\n")
+
+
+def test_a_picture_shows_losses_compression_rate_norm_and_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_metrics(tmp_path)
+    found = axes_of(tmp_path, monkeypatch, compressors={"gzip": 2.5, "xz": 2.25}, resumed_at=[40, 80])
+    labels = {title: axes.get_legend_handles_labels()[1] for title, axes in found.items()}
+    assert labels["Training loss"] == ["logged steps", "smoothed", "resumed"]
+    assert labels["Evaluation loss"] == ["held-out text", "wiki", "best 3.3333 at step 100", "resumed"]
+    assert labels["Held-out text, compressed"] == ["this model", "gzip 2.50", "xz 2.25", "resumed"]
+    rate, norm, speed = (found[title] for title in ("Learning rate", "Gradient norm, before clipping", "Speed"))
+    assert (rate.get_yscale(), rate.get_ylim()[0]) == ("linear", 0), "a warm-up from 0 is a ramp, no wall"
+    assert norm.get_yscale() == "log"
+    assert speed.get_ylim()[0] == 0
+    for axes in found.values():
+        assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [40, 80]
+
+
+def test_a_picture_of_the_first_step_and_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / METRICS).write_text("")
+    assert len(axes_of(tmp_path, monkeypatch)) == 6
+    write_metrics(tmp_path, 1)
+    assert axes_of(tmp_path, monkeypatch)["Training loss"].lines[0].get_marker() == "."
+
+
+def test_a_smoothed_curve_does_not_lag() -> None:
+    assert smooth([0, 0, 0, 9, 0, 0, 0], 1) == [0, 0, 3, 3, 3, 0, 0]
+    assert smooth([1, 2, 6], 0) == [1, 2, 6]
+    straight = list(range(50))
+    assert smooth(straight, 5)[5:-5] == straight[5:-5]
+    assert smooth([], 3) == []
+
+
+def test_a_run_records_where_it_was_resumed(tiny: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_training([*tiny, "training.max_steps=2"])
+    assert resumed_at(run) == []
+    for num_steps, wanted in ((4, [2]), (6, [2, 4])):
+        run_training([*tiny, f"training.max_steps={num_steps}", "checkpoint.resume=auto"])
+        assert resumed_at(run) == wanted
