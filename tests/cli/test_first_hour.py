@@ -82,7 +82,9 @@ def test_ones_own_data_trains_the_quickstart_at_once(data: str, tmp_path: Path, 
             [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:60]}] for text in words
         ]
         given.write_text("\n".join(json.dumps({"conversations": some}) for some in turns))
-    small = ["model.config={hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}"]
+    small = [
+        "model.config={hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}"
+    ]
     finished = run_training([
         f"data.files=[{given}]", "training.max_steps=5", "data.sequence_length=64",
         f"output_dir={tmp_path}/run", "tracking.report_to=[]", "tokenizer.vocab_size=300", *small,

@@ -36,8 +36,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, clone], check=True)
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"  # and the wheel from that, as on PyPI
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, stdout=subprocess.DEVNULL)
     shutil.rmtree(clone)
+    (source,) = folder.glob("acc_lm-*.tar.gz")
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
     venv.create(folder / "venv", with_pip=False)
     libraries = folder / "venv/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (wheel,) = folder.glob("acc_lm-*.whl")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from processes import ROOT, launcher_environment, run_training
@@ -150,3 +152,21 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     with pytest.raises(MachineError, match="processes than this machine has GPUs, got 4 for 1; use --num_processes 1"):
         doctor.check_config(ROOT / "accelerate_configs/ddp.yaml", 4)
+
+
+def test_a_model_whose_state_exceeds_the_memory_is_refused(
+    tiny_recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, gradients and two moments in float32: 16 bytes for each trained parameter, on each process of DDP."""
+    arguments = ["--config", str(tiny_recipe), "model.config.vocab_size=257", "model.config.tie_word_embeddings=true"]
+    sizes = "model.config={hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: %d, num_attention_heads: 32}"
+    assert main(["doctor", "--config_file", "ddp", "--num_processes", "2", *arguments, sizes % 1]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
+    gigabytes, total = map(float, re.findall(r"([\d.]+) GB", line))
+    layer = 4096 * 4096 * 2 + 4096 * 128 * 2 + 3 * 4096 * 14336
+    assert gigabytes == pytest.approx(2 * 16 * layer / 1e9, rel=0.05)
+    assert total == pytest.approx(psutil.virtual_memory().total / 1e9, abs=0.1)
+    assert main(["doctor", "--config_file", "fsdp2", "--num_processes", "2", *arguments, sizes % 1]) == 0
+    assert f"at least {gigabytes / 2:.1f} GB" in capsys.readouterr().out
+    assert main(["doctor", "--config_file", "fsdp2", "--num_processes", "2", *arguments, sizes % 500]) == 4
+    assert "error: this machine must have at least 1" in capsys.readouterr().err

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from acc_lm.errors import UserError
+from acc_lm.errors import MachineError, UserError
 from acc_lm.runtime.engines.identity import library_versions
 from acc_lm.runtime.engines.prepare import refuse_buckets_that_mix
-from acc_lm.runtime.launch.request import needed_extensions, read_launch, split_global_batch
+from acc_lm.runtime.launch.request import LaunchRequest, needed_extensions, read_launch, split_global_batch
 from acc_lm.runtime.settings.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
+from acc_lm.runtime.settings.deepspeed import offload_device
 from acc_lm.runtime.settings.extensions import COMPILERS, check_extensions, has_libaio
 from acc_lm.runtime.settings.fp8 import check_rows
 from acc_lm.runtime.settings.fsdp import block_classes
@@ -107,12 +109,13 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
         request = read_launch(recipe, typed)
         if request.strategy.startswith("deepspeed"):
             check_extensions(**needed_extensions(request.has_accelerator))
-        if recipe:
-            check_run(recipe)
+        memory = _check_memory(recipe, _checked(recipe)[1], request, typed.num_machines or 1) if recipe else None
     machines, cores = typed.num_machines or 1, os.cpu_count() or 1
     notes = [
         f"{request.strategy}, {request.num_processes} process(es) on {machines} machine(s), mixed_precision {request.precision}: it can run here"
     ]
+    if memory:
+        notes.append(memory)
     if not request.has_accelerator and request.strategy != "single":
         notes.append("no accelerator here: a rehearsal on CPU processes, for correctness, not for speed")
     if not request.has_accelerator and request.num_processes // machines > cores:
@@ -134,6 +137,11 @@ def check_run(config: Config) -> PreTrainedTokenizerBase | None:
         MachineError: the engine of this launch cannot train this model.
         DataError: a file does not exist.
     """
+    return _checked(config)[0]
+
+
+def _checked(config: Config) -> tuple[PreTrainedTokenizerBase | None, nn.Module]:
+    """The tokenizer, and the model on the meta device, after the checks of `check_run`."""
     from acc_lm.data import check_files
     from acc_lm.modeling.build import DTYPES
     from acc_lm.modeling.checks import check_model
@@ -159,7 +167,34 @@ def check_run(config: Config) -> PreTrainedTokenizerBase | None:
     if requested_precision(config.training.mixed_precision) == "fp8":
         check_rows(config, split_global_batch(config.training, world_size())[0])
     check_files(config.data)
-    return tokenizer
+    return tokenizer, model
+
+
+def _check_memory(recipe: Config, model: nn.Module, request: LaunchRequest, num_machines: int) -> str:
+    """Describe what a machine needs at least for the state of the training, without activations.
+
+    Raises:
+        MachineError: the machine has less.
+    """
+    parameters = list(model.parameters())
+    # Weights, and for trained ones a gradient of the same type and two moments in float32.
+    state = sum(p.numel() * (2 * p.element_size() + 8 if p.requires_grad else p.element_size()) for p in parameters)
+    here = request.num_processes // num_machines
+    needed = state * here if request.strategy == "ddp" else state / num_machines
+    host = float(psutil.virtual_memory().total)
+    devices = [float(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count())]
+    can_offload = request.strategy not in ("single", "ddp")
+    memory = sum(devices[:here]) + host * can_offload if devices else host
+    amounts = f"{needed / 1e9:.1f} GB for weights, gradients and moments"
+    is_deepspeed = request.strategy.startswith("deepspeed")
+    if is_deepspeed and "nvme" in (offload_device("optimizer"), offload_device("param")):
+        return f"memory: {amounts}, some of it on a disk; activations come on top"
+    if needed > memory:
+        raise MachineError(
+            f"this machine must have at least {amounts} of {recipe.output_dir}, got {memory / 1e9:.1f} GB; "
+            "use more machines, an offload, a smaller model, or adapter.kind=lora"
+        )
+    return f"memory: at least {amounts}, of {memory / 1e9:.1f} GB here; activations come on top"
 
 
 @contextmanager
