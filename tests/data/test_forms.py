@@ -150,6 +150,36 @@ def test_a_folder_from_save_to_disk(tmp_path: Path, key: str) -> None:
     )
 
 
+def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "corpus/inner").mkdir(parents=True)
+    (tmp_path / "corpus/inner/a.txt").write_text("a")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/b.txt").write_text("b")
+    (tmp_path / "corpus/inner/around").symlink_to(tmp_path / "corpus")
+    (tmp_path / "corpus/inner/self").symlink_to(tmp_path / "corpus/inner")
+    (tmp_path / "corpus/linked").symlink_to(tmp_path / "other")
+    found = find_files((str(tmp_path / "corpus"),), "data.files")
+    assert [str(file.relative_to(tmp_path / "corpus")) for file in found] == ["inner/a.txt", "linked/b.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.zip"])
+def test_an_archive_is_no_text(name: str, tmp_path: Path) -> None:
+    """The headers of an archive by tar are valid UTF-8, and would be learned."""
+    import tarfile
+
+    (tmp_path / "a.txt").write_text("words " * 99)
+    with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w") as archive:
+        archive.add(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="must be text or records, got an archive; unpack it"):
+        build(files=[str(tmp_path / name)])
+
+
+def test_a_binary_file_in_a_folder_is_named(tmp_path: Path, plain: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    with pytest.raises(DataError, match=r"picture.png: must be text in UTF-8, got binary data; leave it out"):
+        build(files=[str(tmp_path)])
+
+
 def test_saved_datasets_of_several_splits(tmp_path: Path, plain: Path) -> None:
     both = datasets.DatasetDict(
         train=datasets.Dataset.from_list(RECORDS), test=datasets.Dataset.from_list([{"text": "held out " * 20}])
@@ -330,6 +360,20 @@ def test_names_of_columns_apply_to_every_source_and_to_evaluation_sets(tmp_path:
     assert set(data.evaluation_sets) == {"theirs", "ours"}
     assert data.mixture is not None
     assert data.mixture.sizes[0] == data.mixture.sizes[1] > 0
+
+
+def test_a_mapped_column_that_only_some_records_need_may_be_missing(tmp_path: Path) -> None:
+    records = [
+        {"messages": conversation(pair)} | ({"rules": "be kind"} if i % 2 else {}) for i, pair in enumerate(PAIRS)
+    ]
+    usual = [{("system" if key == "rules" else key): value for key, value in record.items()} for record in records]
+    for name, some in (("theirs", records), ("usual", usual)):
+        (tmp_path / f"{name}.jsonl").write_text(lines_of(some))
+    theirs = build(files=[str(tmp_path / "theirs.jsonl")], sequence_length=256, columns={"system": "rules"})
+    assert (
+        theirs.facts.train_tokens
+        == build(files=[str(tmp_path / "usual.jsonl")], sequence_length=256).facts.train_tokens
+    )
 
 
 def test_messages_as_json_in_a_cell(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from acc_lm.cli import main
 from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data import Data, build_data, lengths_of, one_source, shown_rows
 from acc_lm.errors import ConfigError, UserError
+from acc_lm.evaluation.scoring import read_documents
 from acc_lm.reporting.rows import as_html, as_text, histogram
 from acc_lm.rows.packing import PackedRows
 from acc_lm.rows.text_rows import Rows
@@ -292,6 +293,21 @@ def test_conversations_end_early_too(chats: Path, tmp_path: Path) -> None:
     (tmp_path / "fewer.jsonl").write_text("".join(lines[: count - 1]))
     fewer = build(tmp_path / "fewer.jsonl", sequence_length=1024)
     assert fewer.facts.train_tokens + fewer.facts.eval_tokens < 3000
+
+
+@pytest.mark.parametrize("kind", ["texts", "chats"])
+def test_the_held_out_text_that_is_scored_ends_there_too(kind: str, texts: Path, chats: Path) -> None:
+    file = texts if kind == "texts" else chats
+    data = build(file, max_tokens=3000, sequence_length=1024)
+    given = {"files": [str(file)], "sequence_length": 1024, "eval_fraction": 0.2, "max_lossy_share": 1}
+    config = DataConfig.model_validate(given | {"max_tokens": 3000})
+    scored = read_documents(config, data.tokenizer, 0, held_out=True, trained_on=data.text_key)
+    counts = [rows.count_targets(np.arange(len(rows))) for rows in (scored.rows, data.evaluation)]
+    assert counts[0] == counts[1] > 0
+    with pytest.raises(UserError, match="must have been trained on this text"):
+        read_documents(
+            config.model_copy(update={"max_tokens": 4000}), data.tokenizer, 0, held_out=True, trained_on=data.text_key
+        )
 
 
 def test_a_source_of_a_mixture_ends_on_its_own(texts: Path, chats: Path, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+OPTIONAL = ("system", "tools", "input")
+"""Columns that some records may lack."""
 LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
 FOLLOWERS: dict[str | None, tuple[str, ...]] = {
     None: ("system", "user"),
@@ -113,7 +115,7 @@ def usual_columns(columns: Iterable[str], mapped: Mapping[str, str], place: str)
     present = list(columns)
     theirs = {name: column for name, column in mapped.items() if name not in MESSAGE_KEYS}
     for name, column in theirs.items():
-        if column not in present:
+        if column not in present and name not in OPTIONAL:
             got = ", ".join(map(repr, present)) or "none"
             raise DataError(f"{place}: must have a column {column!r}, got {got}; correct data.columns.{name}")
     return [*theirs, *(name for name in present if name not in theirs and name not in theirs.values())]

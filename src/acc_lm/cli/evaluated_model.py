@@ -14,6 +14,7 @@ from acc_lm.config import Config
 from acc_lm.config.loading import dump_config, load_config
 from acc_lm.errors import CheckpointError, ConfigError, first_line
 from acc_lm.run_files.names import ENVIRONMENT, FINAL, MANIFEST, RECIPE
+from acc_lm.text.locations import is_remote
 
 BATCH_SIZE = 16
 
@@ -24,6 +25,8 @@ LONGEST_ROW = 1024
 
 OF_ROWS = (
     "text_column",
+    "columns",
+    "roles",
     "sequence_length",
     "packing",
     "attend_across_documents",
@@ -148,7 +151,10 @@ def environment_of(run: Path) -> dict[str, Any]:
 def _places_from(folder: str, data: dict[str, Any]) -> dict[str, Any]:
     """Files and folders that a recipe's `data` names, resolved from this folder."""
     places: dict[str, Any] = {
-        key: [os.path.join(glob.escape(folder), os.path.expanduser(name)) for name in data[key]]
+        key: [
+            name if is_remote(name) else os.path.join(glob.escape(folder), os.path.expanduser(name))
+            for name in data[key]
+        ]
         for key in ("files", "eval_files")
     }
     dataset = os.path.join(folder, os.path.expanduser(data["dataset"] or ""))

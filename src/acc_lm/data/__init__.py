@@ -11,6 +11,7 @@ shown        rows taken apart into the documents in them
 from acc_lm.data.build import build_data, check_files
 from acc_lm.data.dataset import Data, DataFacts, text_key, tokenizer_key
 from acc_lm.data.lengths import lengths_of
+from acc_lm.data.one_source import until_limit
 from acc_lm.data.shown import ShownRow, shown_rows
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "shown_rows",
     "text_key",
     "tokenizer_key",
+    "until_limit",
 ]

@@ -79,7 +79,7 @@ def build_source(
         used = corpus
         if config.max_tokens is not None:
             counted = tokenizer or make_tokenizer(tokenizer_config, ())
-            used = _ended(corpus, config.max_tokens, config.skip_bad_rows, counted, plan, is_main_process, own)
+            used = until_limit(corpus, config, counted, plan, is_main_process, own)
         how(
             used,
             config,
@@ -110,18 +110,20 @@ def build_source(
     return with_sets(data, config, plan, is_main_process)
 
 
-def _ended(
+def until_limit(
     corpus: Corpus,
-    max_tokens: int,
-    skip_bad_rows: int,
+    config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     plan: ChatPlan | None,
-    show_progress: bool,
-    preparation: Preparation,
+    show_progress: bool = False,
+    preparation: Preparation = NO_PREPARATION,
 ) -> Corpus:
-    """The corpus up to the document that brings its training text to `max_tokens` ids."""
+    """The corpus up to the document that brings its training text to `data.max_tokens` ids; all of it without a limit."""
+    max_tokens = config.max_tokens
+    if max_tokens is None:
+        return corpus
     count = count_text(tokenizer) if plan is None else count_conversations(plan, tokenizer)
-    parts = preparation.encode("count", corpus.train(Skipped(skip_bad_rows)), count, PART_OF_TEXT)
+    parts = preparation.encode("count", corpus.train(Skipped(config.skip_bad_rows)), count, PART_OF_TEXT)
     num_documents = num_ids = 0
     disable = None if show_progress else True
     with closing(parts), tqdm(total=max_tokens, unit="tok", unit_scale=True, desc="count", disable=disable) as bar:

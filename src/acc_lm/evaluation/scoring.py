@@ -22,7 +22,7 @@ from acc_lm.chat.conversations import ChatPlan, bytes_of_targets, plan_of, templ
 from acc_lm.chat.items import ItemCounts, build_items, check, describe
 from acc_lm.chat.records import Conversation
 from acc_lm.config import DataConfig, ModelConfig
-from acc_lm.data import text_key
+from acc_lm.data import text_key, until_limit
 from acc_lm.errors import CheckpointError, ConfigError, DataError
 from acc_lm.evaluation.held_out import EvaluationResult
 from acc_lm.export.exported import load_exported
@@ -119,6 +119,7 @@ def read_documents(
             "the run must have been trained on this text, got other text (its content or what is held out of it changed); "
             "put back the text that it was trained on, or name the text to score with --data"
         )
+    corpus = until_limit(corpus, config, tokenizer, plan)
     if held_out:
         _, evaluation, _ = split_documents(corpus, config, can_cut=plan is None)
         documents = evaluation()

@@ -19,6 +19,8 @@ from acc_lm.text.opening import is_compressed, opened, read_bytes, reading, suff
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 TABLES = (".parquet", ".arrow")
+ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
+BINARY = 1 << 16  # first bytes of a text file in which a zero byte is looked for
 JSON_LINES = 20  # first lines of a text file that are checked for JSON
 LONGEST_LINE = 100_000_000  # maximum bytes of a record; a file without line breaks would otherwise fill the memory
 
@@ -69,6 +71,8 @@ def read_shard(file: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def _whole_text(file: Path) -> str:
+    if suffix_of(file) in ARCHIVES:  # the headers of tar are UTF-8
+        raise DataError(f"{file} must be text or records, got an archive; unpack it, and name the folder")
     with reading(file):
         text = _decode(read_bytes(file), str(file))
     lines = (match[0] for match in islice(re.finditer(r"\S[^\r\n]*", text), JSON_LINES))
@@ -97,6 +101,10 @@ def _decode(raw: bytes, place: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if b"\0" in raw[:BINARY]:
+            raise DataError(
+                f"{place}: must be text in UTF-8, got binary data; leave it out, e.g. with a glob such as **/*.txt"
+            ) from None
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         at = place if place.rpartition(":")[2].isdigit() else f"{place}:{line}"

@@ -109,7 +109,8 @@ def _files_in(folder: Path, key: str) -> Iterator[Path]:
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            yield from _files_in(path, key)
+            if path.resolve() not in (folder.resolve(), *folder.resolve().parents):  # a link to a folder around it
+                yield from _files_in(path, key)
         elif path.is_file() and path.stat().st_size:
             yield path
 
@@ -123,9 +124,11 @@ def _fetch(address: str, key: str, cache_dir: str | None) -> list[Path]:
 
     try:
         system, path = fsspec.core.url_to_fs(address)
-        if glob.has_magic(path):
+        if "http" in system.protocol:  # a web server lists no folders, and ? begins a query
+            paths = [path]
+        elif glob.has_magic(path):
             paths = sorted(found for found in system.glob(path) if not _is_hidden(found) and system.isfile(found))
-        elif "http" not in system.protocol and system.isdir(path):  # a web server has no folders
+        elif system.isdir(path):
             paths = sorted(found for found in system.find(path) if not _is_hidden(found))
         else:
             paths = [path]
