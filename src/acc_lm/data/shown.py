@@ -88,7 +88,6 @@ def _texts(row: dict[str, list[int]], end: int) -> tuple[list[Flagged], list[str
         if token == end:
             documents.append(([], []))
     padding, is_complete = len(row["targets"]) - len(targets), not documents[-1][0]
-    notes = ["begins with the last id of the row before"]
-    notes += [] if is_complete or padding else ["its last document continues in the next row"]
+    notes = [] if is_complete or padding else ["its last document continues in the next row"]
     notes += [f"{padding} places of padding"] if padding else []
     return [document for document in documents if document[0]], notes
