@@ -915,6 +915,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "tools with plain text": ("prompt_completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "'tools' must be empty where prompt and completion are plain text"),
     "two system turns": ("prompt_completion", {"prompt": turns("a", system="s"), "completion": turns("a", "b")[1:], "system": "t"}, "prompt + completion[1] must be user after system, got system"),
     "a weight of its own": ("messages", one(role="user", content="a", weight=0), "messages[0] must be selected for training by data.train_on"),
+    "not to be trained": ("messages", one(role="user", content="a", train=False), "messages[0] must be selected for training by data.train_on"),
     "an empty instruction": ("alpaca", {"instruction": " ", "output": "a"}, "instruction must hold text, got an empty string"),
     "an output of the wrong type": ("alpaca", {"instruction": "a", "output": 4}, "output must be a string, got a number"),
     "earlier turns in alpaca": ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "'history' must be empty in data.format alpaca"),

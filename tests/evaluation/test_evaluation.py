@@ -136,3 +136,20 @@ def test_only_the_first_rows_count_when_evaluation_is_limited() -> None:
         return tuple(evaluate_rows(accelerator, model, held_out_rows(), size, 7).num_targets for size in (2, 5))
 
     assert run_everywhere(run, 2) == [(7 * 16, 7 * 16)] * 2
+
+
+def test_between_is_called_after_every_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop is noticed there, so a long evaluation does not delay it; 20 rows are 10 batches here."""
+    from acc_lm.evaluation import held_out
+
+    monkeypatch.setattr(held_out, "PAUSE_BATCHES", 4)
+
+    def run() -> int:
+        from acc_lm.runtime import build_accelerator
+
+        accelerator = build_accelerator(make_config(6, 1))
+        model, calls = accelerator.prepare(make_model("llama", "float32")), list[None]()
+        held_out.evaluate_rows(accelerator, model, held_out_rows(), 1, 20, between=lambda: calls.append(None))
+        return len(calls)
+
+    assert run_everywhere(run, 2) == [2, 2]
