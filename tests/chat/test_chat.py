@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from acc_lm.chat.conversations import ChatPlan
 from acc_lm.chat.items import Item, ItemCounts, build_items, check, describe, question_ids
-from acc_lm.chat.records import Conversation, choose_train_on, detect_format, read_conversation
+from acc_lm.chat.records import Conversation, choose_train_on, detect_format, read_conversation, shown
 from acc_lm.chat.template import DAY, PLAIN_TEMPLATE, ChatTemplate, load_template
 from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.errors import ConfigError, DataError, UserError
@@ -37,6 +37,8 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "description": "What it is like outside.", "parameters": {"type": "object"}},
 }
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WITH_CITY = TOOL | {"function": {"name": "weather", "description": "Outside.", "parameters": PARAMETERS}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 CALLED_WITHOUT = CALLED | {"tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {}}}]}
 MARKERS = " ".join(
@@ -616,6 +618,8 @@ def test_everything_that_a_template_reads_is_in_the_key(tmp_path: Path) -> None:
         ("names alone", {"messages": turns("a", {"role": "assistant", "content": "", "tool_calls": [CALL]})}, True),
         ("names alone", {"messages": turns("a", CALLED_WITHOUT)}, False),
         ("", {"messages": turns(f"a {MARKERS}", "b")}, False),
+        ("tools", {"tools": [WITH_CITY], "messages": turns("a", "b")}, False),
+        ("tools without parameters", {"tools": [WITH_CITY], "messages": turns("a", "b")}, True),
     ],
 )
 def test_what_a_template_leaves_out_is_counted(template: str, record: dict[str, Any], drops: bool) -> None:
@@ -628,10 +632,18 @@ def test_what_a_template_leaves_out_is_counted(template: str, record: dict[str, 
         else text
     )
     text = text.replace("call.function | tojson", "call.function.name") if template == "names alone" else text
+    if template.startswith("tools"):
+        written = "t" if template == "tools" else "t.function.name + ' ' + t.function.description"
+        text = "{% for t in tools or () %}{{ (" + written + ") | tojson }}{% endfor %}" + text
     conversation = read_conversation(record, "messages", "x.jsonl:1")
     for train_on in ("assistant", "last_assistant", "all"):
         _, counts = build_items(conversation, tokenizer, replace(load_template(tokenizer), text=text), train_on, LONG)  # type: ignore[arg-type]
         assert counts.dropped_content == drops
+
+
+def test_a_long_value_is_shown_in_eighty_characters() -> None:
+    assert shown("a" * 78) == repr("a" * 78)
+    assert shown("a" * 79) == "'" + "a" * 76 + "..."
 
 
 def test_what_a_template_quotes_is_not_left_out() -> None:

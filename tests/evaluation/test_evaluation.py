@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from backends import STRATEGY
 from processes import ROOT, launcher_environment, run_everywhere
 from test_step import make_config, make_model
 
-from acc_lm.evaluation.held_out import EvaluationResult
+from acc_lm.errors import ConfigError
+from acc_lm.evaluation.held_out import EvaluationResult, check_best_metric, pool
 from acc_lm.rows.text_rows import Rows
 
 
@@ -153,3 +156,33 @@ def test_between_is_called_after_every_few_batches(monkeypatch: pytest.MonkeyPat
         return len(calls)
 
     assert run_everywhere(run, 2) == [2, 2]
+
+
+def test_results_are_pooled_as_if_all_targets_had_been_evaluated_together() -> None:
+    parts = [EvaluationResult(2.0, 0.5, 2 * 30 / math.log(2) / 90, 30, 90), EvaluationResult(4.0, 0.0, None, 10, 0)]
+    pooled = pool(parts)
+    assert (pooled.loss, pooled.token_accuracy, pooled.num_targets, pooled.num_bytes) == (2.5, 0.375, 40, 90)
+    assert pooled.bits_per_byte == pytest.approx(100 / math.log(2) / 90)
+    assert pool(parts[1:]).bits_per_byte is None
+
+
+def test_bits_per_byte_is_the_best_metric_only_of_targets_that_stand_for_text() -> None:
+    """In a mixture it is that of all sources together."""
+    with_text, without = (
+        held_out_rows(),
+        Rows(held_out_rows().tokens, 16, np.zeros(len(held_out_rows().tokens), np.uint32)),
+    )
+
+    def data(evaluation: Rows, names: tuple[str, ...] = (), **sets: Rows) -> Any:
+        mixture = SimpleNamespace(names=names) if names else None
+        return SimpleNamespace(evaluation=evaluation, evaluation_sets=sets, mixture=mixture)
+
+    for usable in (data(with_text), data(without, ("a", "b"), a=without, b=with_text), data(with_text, a=without)):
+        check_best_metric(usable, "eval/bits_per_byte")
+    for unusable in (data(without), data(with_text, ("a",), a=without, b=with_text), data(without, a=with_text)):
+        check_best_metric(unusable, "eval/loss")
+        with pytest.raises(ConfigError, match="must be a metric that the held-out text has, got eval/bits_per_byte"):
+            check_best_metric(unusable, "eval/bits_per_byte")
+    check_best_metric(data(without, b=with_text), "eval/b/bits_per_byte")
+    with pytest.raises(ConfigError, match="got eval/b/bits_per_byte"):
+        check_best_metric(data(with_text, b=without), "eval/b/bits_per_byte")

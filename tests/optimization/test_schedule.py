@@ -101,6 +101,35 @@ def test_arguments_that_fail_later_in_the_run_are_refused_before_it(
         build_schedule(config, OptimizerConfig(learning_rate=1e-2), 36)
 
 
+@pytest.mark.parametrize("name", ["cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr"])
+@pytest.mark.parametrize("least", [0.0, 1e-4])
+def test_a_least_rate_is_the_argument_of_the_schedule_that_was_named(name: str, least: float) -> None:
+    rate = build_schedule(
+        ScheduleConfig(name=name, warmup_steps=5, min_learning_rate=least), OptimizerConfig(learning_rate=1e-3), 40
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    theirs, arguments = (name, {}) if name == "cosine" and not least else (name, {"min_lr": least})
+    theirs = "cosine_with_min_lr" if name == "cosine" and least else theirs
+    scheduler = get_scheduler(
+        theirs, optimizer, num_warmup_steps=5, num_training_steps=40, scheduler_specific_kwargs=arguments
+    )
+    for step in range(1, 41):
+        assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("bad", [1, 503, 504, 505, 10_006, 10_007])
+def test_the_rates_at_the_ends_of_warmup_and_run_are_checked_in_a_run_of_any_length(
+    bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between them every tenth step is, in a run of this length."""
+    factor = SimpleNamespace(lr_lambdas=[lambda place: 2.0 if place == bad - 1 else 0.5])
+    monkeypatch.setattr("transformers.get_scheduler", lambda *arguments, **keys: factor)
+    with pytest.raises(ConfigError, match=f"the rate of step {bad} would be 0.02, with a peak of 0.01"):
+        build_schedule(ScheduleConfig(warmup_steps=503), OptimizerConfig(learning_rate=1e-2), 10_007)
+
+
 def test_keys_that_a_schedule_would_ignore_are_refused() -> None:
     with pytest.raises(ValueError, match="warmup_steps must be 0 for schedule constant, got 3"):
         ScheduleConfig(name="constant", warmup_steps=3)
