@@ -320,6 +320,11 @@ FORMS: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
         [{"instruction": question, "output": answer} for question, answer in PAIRS],
         {"columns": {"instruction": "task", "output": "result"}},
     ),
+    "columns of another format": (
+        [{"instruction": question, "output": answer} for question, answer in PAIRS],
+        PLAIN_PAIRS,
+        {"columns": {"prompt": "instruction", "completion": "output"}},
+    ),
     "prompt and completion as messages of other roles": (
         [{"prompt": other_words(pair)[:1], "completion": other_words(pair)[1:]} for pair in PAIRS],
         [{"prompt": conversation(pair)[:1], "completion": conversation(pair)[1:]} for pair in PAIRS],

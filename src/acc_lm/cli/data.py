@@ -71,7 +71,8 @@ def fill_cache(config: Config, num_processes: int | None) -> int:
     from acc_lm.text.parts import Preparation
 
     cache = cache_folder(config.data.cache_dir)
-    data = _build(config, Preparation(num_processes or len(os.sched_getaffinity(0)), cache / "unfinished"))
+    here = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    data = _build(config, Preparation(num_processes or here, cache / "unfinished"))
     for line in _facts(config, data, with_lengths=False):
         print(line)
     print(f"cache     {cache}, where train.py with the same data finds it")
