@@ -122,7 +122,7 @@ def test_a_missing_file_names_the_nearest(tiny: list[str], tmp_path: Path) -> No
     (tmp_path / "corpus.txt").write_text("x")
     finished = run_training([*tiny, f"data.files={tmp_path / 'corpsu.txt'}"], expect=3)
     assert (
-        f"must name an existing file, got '{tmp_path / 'corpsu.txt'}'; nearest: {tmp_path / 'corpus.txt'}"
+        f"must name an existing file or folder, got '{tmp_path / 'corpsu.txt'}'; nearest: {tmp_path / 'corpus.txt'}"
         in finished.errors[0]
     )
     finished = run_training([*tiny, f"data.files={tmp_path / '*.md'}"], expect=3)

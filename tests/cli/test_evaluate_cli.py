@@ -259,7 +259,7 @@ def test_only_text_that_the_run_held_out_is_scored_as_held_out(
     text.write_text(known + json.dumps({"text": "one more document " * 200}) + "\n")
     assert other in evaluate([run], expect=5).errors[0]
     text.unlink()
-    assert f"data.files must name an existing file, got '{text}'" in evaluate([run], expect=3).errors[0]
+    assert f"data.files must name an existing file or folder, got '{text}'" in evaluate([run], expect=3).errors[0]
     (tmp_path / "t.jsonl").write_text(known)
     assert only_figures(figures([run, "data.files=t.jsonl"])) == expected, "moved"
     text.write_text(known)
@@ -620,7 +620,7 @@ ODD: dict[str, tuple[list[str], int, str]] = {
     "a misspelt run": (["runs/nowhere"], 2, "got none, and runs/nowhere is not a folder here, so not in a run"),
     "a run without its tokenizer": (["HERE/no-run-tokenizer"], 5, "no-run-tokenizer/tokenizer must hold the tokenizer of the run, got: Couldn't"),
     "a mixture": (["HERE/mixture"], 2, "got none for the run of a mixture"),
-    "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file, got 'none.jsonl'"),
+    "no such data": (["CHAT", "--data", "none.jsonl"], 3, "must name an existing file or folder, got 'none.jsonl'"),
     "other columns": (["CHAT", "--data", "HERE/columns.jsonl"], 3, "must have a column 'text', got 'question', 'answer'"),
     "no column of references": (["CHAT", "--data", "CHATS", "--generate", "--references-column", "gold"], 3, "chats.jsonl:1: must have a column 'gold'"),
     "references of another kind": (["CHAT", "--data", "HERE/numbers.jsonl", "--generate", "--references-column", "gold"], 3, "'gold' must be a string or a list of strings, got a number"),

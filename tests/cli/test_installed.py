@@ -101,7 +101,7 @@ def test_from_an_empty_folder_a_backend_is_rehearsed(name: str, strategy: str, r
     assert any(
         line.startswith("strategy") and strategy in line and "2 processes" in line for line in done.stdout.splitlines()
     )
-    assert done.stderr.startswith("accelerate launch --config_file ")
+    assert done.stderr.startswith("accelerate launch --quiet --config_file ")
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [("cpu", 1), ("ddp", 2)])

@@ -250,7 +250,7 @@ REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which fixes the size when it is built"),
     "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that runs out of memory leaves the others waiting"),
     "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
-    "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file, got '/nowhere/text.jsonl'"),
+    "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file or folder, got '/nowhere/text.jsonl'"),
     "no text to compare with": ({"distributed_type": "MULTI_GPU"}, ["data.evaluation_sets={other: [/nowhere/text.jsonl]}"], 3, "data.evaluation_sets.other must name an existing file"),
 }  # fmt: skip
 
