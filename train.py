@@ -70,7 +70,7 @@ def build(config: Config, mode: Mode) -> Run | None:
     # Text -> rows -> rows of each step
     config, data = training.build_rows(accelerator, config, found, mode)
     peers.check_same(data.keys)
-    plan = training.plan_steps(config, data, found.progress)
+    plan = training.plan_steps(config, data, found)
 
     # Model and optimizer, distributed over the hardware by `prepare`
     model, facts = training.build_on_all(accelerator, config, data)

@@ -253,14 +253,14 @@ def slow_loader(rank: int) -> None:
     Rows.__getitems__ = late  # type: ignore[method-assign]
 
 
-def slow_host(rank: int) -> None:
-    """Process 1 does something else for two tenths of a second before each step."""
+def slow_host(rank: int, seconds: float = 0.2) -> None:
+    """Process 1 does something else for a moment before each step."""
     import acc_lm.training
 
     original = acc_lm.training.train_step
 
     def late(*positional: Any, **keywords: Any) -> Any:
-        time.sleep(0.2 if rank == 1 else 0.0)
+        time.sleep(seconds if rank == 1 else 0.0)
         return original(*positional, **keywords)
 
     acc_lm.training.train_step = late
@@ -306,24 +306,25 @@ def test_slowness_shows_in_the_part_that_causes_it(
 def test_main_process_work_between_steps_is_not_counted_as_waiting(
     config: str, tiny: list[str], tmp_path: Path
 ) -> None:
-    """The main process needs a second before the first step and after each evaluation, and two tenths of a second in each step.
+    """The main process needs three seconds before the first step and after each evaluation, and half a second in each step.
 
-    DDP copies its buffers first, so that is where the other process waits.
+    DDP copies its buffers first, so that is where the other process waits. The mean of both is a quarter of a second; on a
+    busy machine it is less, because the other process is late too. Three seconds among two steps would add 0.75.
     """
 
     def slow_main(rank: int) -> None:
-        slow_host(1 - rank)
+        slow_host(1 - rank, seconds=0.5)
         if rank == 0:
             for place in ("acc_lm.training.reporter.start_block", "acc_lm.run_files.curves.draw_curves"):
-                wrap(place, lambda: time.sleep(1.0))
+                wrap(place, lambda: time.sleep(3.0))
 
     train([*tiny, "training.max_steps=6", "training.log_every=2", "training.eval_every=3", "checkpoint.every=100",
            "checkpoint.keep_best=0"], config, slow_main)  # fmt: skip
     rows = logged(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 4, 6]
     for row in rows:
-        assert 0.08 < row["seconds_waiting"] < 0.3, rows
-        assert row["seconds_per_step"] < 0.6, rows
+        assert 0.08 < row["seconds_waiting"] < 0.7, rows
+        assert row["seconds_per_step"] < 1.5, rows
 
 
 def test_a_background_save_during_the_steps_delays_no_process(tiny: list[str], tmp_path: Path) -> None:

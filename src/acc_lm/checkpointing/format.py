@@ -16,6 +16,7 @@ import xxhash
 from acc_lm.config import CheckpointConfig
 from acc_lm.errors import CheckpointError, ConfigError
 from acc_lm.progress import Progress
+from acc_lm.rows.order import ROW_ORDER
 from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, METRICS, SAMPLES, STATE
 from acc_lm.runtime import on_main
 
@@ -68,6 +69,11 @@ class Found:
     def progress(self) -> Progress:
         """Position at which the checkpoint was saved; without a checkpoint, the start of the run."""
         return self.checkpoint.progress if self.checkpoint else Progress()
+
+    @property
+    def row_order(self) -> int:
+        """Version of the order of the rows, which a run keeps; checkpoints of the first version do not name it."""
+        return int(self.state.get("row_order", 1)) if self.checkpoint else ROW_ORDER
 
     @property
     def state(self) -> dict[str, Any]:

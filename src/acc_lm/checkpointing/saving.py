@@ -63,7 +63,8 @@ class Saver:
         self.newest = found.checkpoint.folder if found.checkpoint else None
         """Newest checkpoint, which a restart would resume from, as far as this process knows."""
         self._accelerator, self._output_dir, self._config = accelerator, output_dir, config
-        self._data_key, self._started_from, self._stop_request = data_key, found.started_from, stop_request
+        self._data_key, self._row_order = data_key, found.row_order
+        self._started_from, self._stop_request = found.started_from, stop_request
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._outcome: Saved | BaseException | None = None
@@ -115,6 +116,7 @@ class Saver:
         state = {
             **state_of(self._accelerator, model, optimizer, progress, self._config),
             "data_key": self._data_key,
+            "row_order": self._row_order,
             "started_from": self._started_from,
             "eval_loss": evaluation and evaluation["eval/loss"],
             "evaluation": evaluation,

@@ -13,7 +13,7 @@ from acc_lm.chat.conversations import ChatPlan
 from acc_lm.config import DataConfig
 from acc_lm.rows.batch import IGNORE_INDEX, HeldOutRows, RowSource
 from acc_lm.rows.mixture import MixedOrder, MixedRows
-from acc_lm.rows.order import RowOrder, StreamOrder
+from acc_lm.rows.order import ROW_ORDER, RowOrder, StreamOrder
 from acc_lm.rows.packing import PackedRows
 from acc_lm.rows.streams import StreamRows
 from acc_lm.text.documents import Corpus, hash_text
@@ -121,14 +121,14 @@ class Data:
     template_day: str | None = None
     """Date for a chat template that reads the clock, as YYYY-MM-DD; None: no template reads it."""
 
-    def order(self, seed: int, global_batch_size: int, lag: int = 0) -> RowOrder:
-        """The endless sequence of the training rows."""
+    def order(self, seed: int, global_batch_size: int, lag: int = 0, version: int = ROW_ORDER) -> RowOrder:
+        """The endless sequence of the training rows; `lag` and `version` as in `RowOrder`."""
         if isinstance(self.train, StreamRows):
             return StreamOrder(seed, 0, global_batch_size, lag, num_streams=self.train.num_streams)
         if self.mixture is None:
-            return RowOrder(seed, self.num_rows, global_batch_size, lag, self.shuffle)
+            return RowOrder(seed, self.num_rows, global_batch_size, lag, self.shuffle, version)
         sizes, counts, num_rows = self.mixture.sizes, self.mixture.counts, self.mixture.rows_per_pass
-        return MixedOrder(seed, num_rows, global_batch_size, lag, self.shuffle, sizes, counts)
+        return MixedOrder(seed, num_rows, global_batch_size, lag, self.shuffle, version, sizes, counts)
 
     def reading(
         self, order: RowOrder, step: int, saved: dict[str, list[int]] | None, process: int, num_processes: int

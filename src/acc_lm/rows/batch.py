@@ -45,6 +45,10 @@ class HeldOutRows(RowSource, Protocol):
 
     def __getitem__(self, row: int) -> Batch: ...
 
+    @property
+    def num_all_targets(self) -> int:
+        """Number of targets in all rows."""
+
     def count_bytes(self, rows: Iterable[int]) -> int:
         """UTF-8 bytes of the text that the targets of these rows stand for."""
 

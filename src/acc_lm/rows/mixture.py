@@ -11,16 +11,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from acc_lm.rows.batch import IGNORE_INDEX, KEPT_APART, HeldOutRows
-from acc_lm.rows.order import RowOrder, other_permutation
+from acc_lm.rows.order import RowOrder, SourceOrder, keep_two, own_seed, permutation
+from acc_lm.rows.text_rows import Rows
 
 BLOCK = 256
 """Minimum rows of a block: small enough that every few steps have the exact shares, large enough to be cheap."""
+COUNTED_TOGETHER = 1 << 20
+"""Rows whose targets are counted together."""
 LARGEST_BLOCK = 1 << 14
 """Maximum rows of a block; weights that no block up to this size has exactly are rounded to a block of this size."""
 
@@ -54,8 +58,19 @@ class MixedOrder(RowOrder):
     """Number of rows of each source."""
     counts: tuple[int, ...] = ()
     """Number of rows of each source in every block."""
-    _kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of epoch permutations by source, and of the rows (-1) and sources (-2) of blocks: the newest two of each."""
+    _kept: dict[str, dict[int, np.ndarray]] = field(
+        default_factory=lambda: {"rows": {}, "sources": {}}, repr=False, compare=False
+    )
+    """Rows and sources of the newest two blocks."""
+    _counted: dict[int, tuple[int, int, int]] = field(default_factory=dict, repr=False, compare=False)
+    """(epoch, number of its rows, their targets) of each source as last counted, so that only later rows are counted."""
+
+    @cached_property
+    def _sources_epochs(self) -> list[SourceOrder]:
+        return [
+            SourceOrder(own_seed(self.seed, number + 2), size, self.shuffle, self.version)
+            for number, size in enumerate(self.sizes)
+        ]
 
     def rows_at(self, step: int) -> np.ndarray:
         place, end = self.places_after(step - 1), self.places_after(step)
@@ -70,42 +85,24 @@ class MixedOrder(RowOrder):
 
     def _block(self, block: int) -> np.ndarray:
         """Rows of one block: the places of the sources are shuffled, the rows of each source follow its own order."""
-        kept = self._kept.setdefault(-1, {})
+        kept = self._kept["rows"]
         if block not in kept:
             source = self._sources(block)
             rows = np.empty(len(source), dtype=np.int64)
             first = 0
             for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-                rows[source == number] = first + self._rows_of(number, block * count, count)
+                rows[source == number] = first + self._sources_epochs[number].rows_at(block * count, count)
                 first += size
-            _keep_two(kept, block, rows)
+            keep_two(kept, block, rows)
         return kept[block]
 
     def _sources(self, block: int) -> np.ndarray:
         """Source of each place of a block, int64 [block size]."""
-        kept = self._kept.setdefault(-2, {})
+        kept = self._kept["sources"]
         if block not in kept:
-            places = other_permutation(self.seed, 1, block, sum(self.counts))
-            _keep_two(kept, block, np.repeat(np.arange(len(self.counts)), self.counts)[places])
+            places = permutation(own_seed(self.seed, 1), block, sum(self.counts))
+            keep_two(kept, block, np.repeat(np.arange(len(self.counts)), self.counts)[places])
         return kept[block]
-
-    def _rows_of(self, source: int, place: int, count: int) -> np.ndarray:
-        """Rows at `count` places of one source's endless sequence, numbered within the source."""
-        size, pieces = self.sizes[source], []
-        while count:
-            epoch, offset = divmod(place, size)
-            taken = min(size - offset, count)
-            pieces.append(self._epoch(source, epoch)[offset : offset + taken])
-            place, count = place + taken, count - taken
-        return np.concatenate(pieces)
-
-    def _epoch(self, source: int, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.sizes[source])
-        kept = self._kept.setdefault(source, {})
-        if epoch not in kept:
-            _keep_two(kept, epoch, other_permutation(self.seed, source + 2, epoch, self.sizes[source]))
-        return kept[epoch]
 
     def count_rows(self, num_places: int) -> list[int]:
         """Number of rows of each source at the first `num_places` places."""
@@ -118,16 +115,24 @@ class MixedOrder(RowOrder):
         counts = []
         for number, num_rows in enumerate(self.count_rows(num_places)):
             epoch, rest = divmod(num_rows, self.sizes[number])
-            part = rows.parts[number]
-            counts.append(epoch * rows.num_targets[number] + part.count_targets(self._epoch(number, epoch)[:rest]))
+            full = epoch * rows.parts[number].num_all_targets
+            counts.append(full + self._count_targets(number, rows.parts[number], epoch, rest))
         return counts
 
-
-def _keep_two(kept: dict[int, np.ndarray], key: int, value: np.ndarray) -> None:
-    """Add an entry and keep the newest two: a step may span two, and reading ahead is never further ahead for long."""
-    if len(kept) == 2:
-        del kept[next(iter(kept))]
-    kept[key] = value
+    def _count_targets(self, source: int, part: HeldOutRows, epoch: int, count: int) -> int:
+        """Number of targets of the first `count` rows of a source's epoch."""
+        epochs = self._sources_epochs[source]
+        if isinstance(part, Rows):  # every row but the last one is full
+            missing = len(part) * part.sequence_length - part.num_all_targets
+            return count * part.sequence_length - missing * (epochs.place_of(epoch, len(part) - 1) < count)
+        done, total = 0, 0
+        if source in self._counted and self._counted[source][0] == epoch and self._counted[source][1] <= count:
+            _, done, total = self._counted[source]
+        for place in range(done, count, COUNTED_TOGETHER):
+            rows = epochs.rows_at(epoch * epochs.num_rows + place, min(COUNTED_TOGETHER, count - place))
+            total += part.count_targets(rows)
+        self._counted[source] = epoch, count, total
+        return total
 
 
 class MixedRows(Dataset[dict[str, torch.Tensor]]):
@@ -140,8 +145,12 @@ class MixedRows(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, parts: Sequence[HeldOutRows]) -> None:
         self.parts, self.sequence_length = parts, parts[0].sequence_length
         self.offsets = np.cumsum([0, *(len(part) for part in parts)])
-        self.num_targets = [part.count_targets(np.arange(len(part))) for part in parts]
+        self.num_targets = [part.num_all_targets for part in parts]
         """Number of targets of each source."""
+
+    @property
+    def num_all_targets(self) -> int:
+        return sum(self.num_targets)
 
     @property
     def packs(self) -> bool:

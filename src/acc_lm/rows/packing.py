@@ -159,6 +159,10 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
         """Number of targets in each row, int64 [num_rows]."""
 
     @property
+    def num_all_targets(self) -> int:
+        return int(self.num_targets.sum())
+
+    @property
     def packs(self) -> bool:
         return not self.padded
 

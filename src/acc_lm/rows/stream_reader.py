@@ -29,7 +29,7 @@ import numpy as np
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import request_death_signal
-from acc_lm.rows.order import other_permutation
+from acc_lm.rows.order import own_seed, permutation
 from acc_lm.text.corpus import stream_dataset
 from acc_lm.text.documents import Skipped, hash_text, text_in
 from acc_lm.text.files import read_shard, were_known
@@ -171,7 +171,7 @@ class Stream:
             skipped = Skipped(self._config.skip_bad_rows, position.skipped)
             order = self._own
             if self._config.shuffle_buffer is not None:
-                order = order[other_permutation(self._seed, 2 * self.number + 1, position.epoch, len(order))]
+                order = order[permutation(own_seed(self._seed, 2 * self.number + 1), position.epoch, len(order))]
             for place in range(position.shard, len(order)):
                 first = position.record if place == position.shard else 0
                 for number, where, record in self._records(int(order[place]), first):
@@ -242,7 +242,7 @@ class Stream:
         while size is not None:
             block = list(islice(rows, size))
             after = State(state.row + size, block[-1][1])
-            order = other_permutation(self._seed, 2 * self.number + 2, state.row // size, size)
+            order = permutation(own_seed(self._seed, 2 * self.number + 2), state.row // size, size)
             for number, place in enumerate(order.tolist(), start=state.row):
                 if number >= first_row:
                     yield block[place][0], state if number + 1 < after.row else after

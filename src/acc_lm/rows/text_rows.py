@@ -38,6 +38,10 @@ class Rows(Dataset[Batch]):
         self.end = end
 
     @property
+    def num_all_targets(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
     def packs(self) -> bool:
         return self.end is not None
 

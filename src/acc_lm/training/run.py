@@ -155,11 +155,11 @@ def num_evaluated_rows(config: Config) -> int | None:
     return training.eval_batches and training.eval_batches * training.global_batch_size
 
 
-def plan_steps(config: Config, data: Data, progress: Progress) -> Plan:
+def plan_steps(config: Config, data: Data, found: Found) -> Plan:
     """Plan the run: the number of steps, and the rows, learning rate and due events of each."""
     training = config.training
-    lag = progress.lag(training.global_batch_size)
-    order = data.order(config.seed, training.global_batch_size, lag)
+    lag = found.progress.lag(training.global_batch_size)
+    order = data.order(config.seed, training.global_batch_size, lag, found.row_order)
     num_steps = training.max_steps or order.count_steps(training.num_epochs or 1)
     schedule = build_schedule(config.schedule, config.optimizer, num_steps, order.global_batch_size, lag)
     return Plan(order, num_steps, Timetable(config, order, num_steps), schedule)
