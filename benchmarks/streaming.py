@@ -27,7 +27,7 @@ from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data import build_data
 from acc_lm.rows.loader import MicroBatches, build_loader
 from acc_lm.text.corpus import python_stdlib_files
-from acc_lm.text.tokenizer import make_tokenizer, text_encoder
+from acc_lm.text.tokenizer import build_encoder, make_tokenizer
 
 NUM_SHARDS, NUM_STREAMS, LENGTH, BATCH, ROUNDS = 8, 4, 1024, 16, 5
 FORMATS = ("jsonl", "parquet")
@@ -51,11 +51,11 @@ def main(arguments: list[str]) -> None:
 
 def measure(texts: list[str], tokenizer: Any, folder: Path) -> list[str]:
     """Return the lines of the table. Each round measures every case once, so that a slow minute of the machine affects all of them."""
-    encoder = text_encoder(tokenizer)
+    encoder = build_encoder(tokenizer)
     speeds: dict[str, list[float]] = {}
 
     def encode() -> int:
-        return sum(len(e.ids) for e in encoder.encode_batch_fast(texts, add_special_tokens=False))
+        return sum(map(len, encoder.encode(texts)))
 
     for _ in range(ROUNDS):
         note(speeds, "the tokenizer alone", encode)

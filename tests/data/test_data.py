@@ -34,10 +34,11 @@ from acc_lm.rows.order import RowOrder
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.corpus import open_corpus, python_stdlib_files
 from acc_lm.text.documents import Corpus, Document, Skipped, text_in
+from acc_lm.text.encoder import token_bytes
 from acc_lm.text.files import read_files
 from acc_lm.text.splitting import split_documents
 from acc_lm.text.synthetic import entropy_rate, transition_matrix
-from acc_lm.text.tokenizer import PIECE, cut_text, id_dtype, make_tokenizer, text_encoder, token_bytes
+from acc_lm.text.tokenizer import PIECE, cut_text, id_dtype, make_tokenizer, text_encoder
 
 BYTE = TokenizerConfig(kind="byte")
 

@@ -31,7 +31,7 @@ from acc_lm.rows.order import StreamOrder
 from acc_lm.rows.stream_reader import Position, Shards, State, Stream, open_shards
 from acc_lm.rows.streams import StreamReader
 from acc_lm.run_files.metrics_file import read
-from acc_lm.text.tokenizer import make_tokenizer, text_encoder
+from acc_lm.text.tokenizer import build_encoder, make_tokenizer, text_encoder
 
 NUM_SHARDS = 6
 TOKENIZER = make_tokenizer(TokenizerConfig(kind="byte"), [])
@@ -80,9 +80,7 @@ def config_of(files: list[Path], **more: Any) -> DataConfig:
 
 
 def stream_of(number: int, config: DataConfig, found: Shards | None = None) -> Stream:
-    end = TOKENIZER.eos_token_id
-    assert isinstance(end, int)
-    return Stream(number, found or open_shards(config), config, text_encoder(TOKENIZER), end, np.uint16, seed=3)
+    return Stream(number, found or open_shards(config), config, build_encoder(TOKENIZER), np.uint16, seed=3)
 
 
 START = State(0, Position())

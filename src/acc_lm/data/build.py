@@ -24,6 +24,7 @@ from acc_lm.text.documents import Document, Skipped, hash_text
 from acc_lm.text.locations import find_files
 from acc_lm.text.parts import NO_PREPARATION, Preparation
 from acc_lm.text.tokenizer import (
+    build_encoder,
     count_ids,
     id_dtype,
     make_tokenizer,
@@ -118,7 +119,9 @@ def _build_stream(
                 files.extend([document.file] if document.file else [])
                 yield document
 
-        num_tokens = write_text(documents(), tokenizer, id_dtype(count_ids(tokenizer)), work, "eval", with_bytes=True)
+        num_tokens = write_text(
+            documents(), build_encoder(tokenizer), id_dtype(count_ids(tokenizer)), work, "eval", with_bytes=True
+        )
         if num_tokens < 2:
             raise DataError("data: the held-out text must have at least one target, got none; add text")
         num_ids = count_ids(tokenizer)

@@ -47,6 +47,8 @@ class DataFacts:
     gzip_bytes: int | None = None
     xz_bytes: int | None = None
     source: dict[str, Any] = field(default_factory=dict)
+    encoder: str = ""
+    """Library that encoded the training text, and why if it is the slower one; empty for conversations and older rows."""
     format: str = "text"
     conversations: str = ""
     """Readable summary of the training conversations: items, targets and losses."""

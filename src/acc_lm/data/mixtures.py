@@ -162,6 +162,7 @@ def _add_facts(facts: list[DataFacts], names: tuple[str, ...]) -> DataFacts:
         **{key: sum(getattr(part, key) for part in facts) for key in summed},
         eval_files=tuple(file for part in facts for file in part.eval_files),
         format=", ".join(dict.fromkeys(part.format for part in facts)),
+        encoder="; ".join(dict.fromkeys(part.encoder for part in facts if part.encoder)),
         conversations="; ".join(summaries),
         has_roles=any(part.has_roles for part in facts),
     )

@@ -28,12 +28,14 @@ from acc_lm.rows.packing import PackedRows, open_rows
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Corpus, Document, Skipped, hash_text, text_in
+from acc_lm.text.encoder import TextEncoder
 from acc_lm.text.files import check_content, content_keys, read_files
 from acc_lm.text.locations import find_files
 from acc_lm.text.parts import NO_PREPARATION, PART_OF_TEXT, Encoded, Encoder, Preparation
 from acc_lm.text.splitting import split_documents
 from acc_lm.text.tokenizer import (
     PIECE,
+    build_encoder,
     count_ids,
     encode_part,
     encodes_pieces,
@@ -141,9 +143,8 @@ def until_limit(
 
 def count_text(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """Function that counts the ids of each document of plain text."""
-    encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
-    assert isinstance(end, int)
-    return lambda part: {"lengths": encode_part(part, encoder, end, with_bytes=False)[2]}
+    encoder = build_encoder(tokenizer)
+    return lambda part: {"lengths": encode_part(part, encoder, with_bytes=False)[2]}
 
 
 def has_former_ids(data: Data, plan: ChatPlan | None) -> bool:
@@ -235,7 +236,7 @@ def _open_set(
 
         about, item_counts = "", {}
         if plan is None:
-            tokens = write_text(documents(), tokenizer, dtype, work, "eval", with_bytes=True)
+            tokens = write_text(documents(), build_encoder(tokenizer), dtype, work, "eval", with_bytes=True)
         else:
             counts = write_items(
                 documents(), plan, tokenizer, work, "eval", dtype, with_bytes=True, progress=lambda _: None
@@ -301,12 +302,14 @@ def _build(
     if tokenizer is None:
         tokenizer = make_tokenizer(tokenizer_config, (document.text for document in train()))
         tokenizer.save_pretrained(work / "tokenizer")
-    vocab_size = count_ids(tokenizer)
+    vocab_size, encoder = count_ids(tokenizer), build_encoder(tokenizer)
+    if preparation.num_processes:  # the processes inherit the decision
+        encoder.expect(sizes["train_bytes"])
     dtype = id_dtype(vocab_size)
     total = sizes["train_bytes"] + sizes["eval_bytes"]
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
         train_tokens = write_text(
-            train(), tokenizer, dtype, work, "train", with_bytes=False, progress=bar.update, preparation=preparation
+            train(), encoder, dtype, work, "train", with_bytes=False, progress=bar.update, preparation=preparation
         )
         eval_files: list[str] = []
         eval_text: list[bytes] = []
@@ -321,7 +324,7 @@ def _build(
                 yield document
 
         eval_tokens = write_text(
-            noted(), tokenizer, dtype, work, "eval", with_bytes=True, progress=bar.update, preparation=preparation
+            noted(), encoder, dtype, work, "eval", with_bytes=True, progress=bar.update, preparation=preparation
         )
     if eval_tokens < 2:
         raise DataError(
@@ -336,6 +339,7 @@ def _build(
         gzip_bytes=len(gzip.compress(stream, 9)) if keep_text else None,
         xz_bytes=len(lzma.compress(stream, preset=9)) if keep_text else None,
         source=corpus.facts,
+        encoder=encoder.engine,
         **sizes,
     )
     write_facts(work, asdict(facts))
@@ -343,7 +347,7 @@ def _build(
 
 def write_text(
     documents: Iterator[Document],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: TextEncoder,
     dtype: type[np.unsignedinteger],
     work: Path,
     split: str,
@@ -353,12 +357,10 @@ def write_text(
     preparation: Preparation = NO_PREPARATION,
 ) -> int:
     """Tokenise the text of one split into `work`, each document followed by the end token; return the number of ids."""
-    end, num_tokens = tokenizer.eos_token_id, 0
-    assert isinstance(end, int)
-    encoder = text_encoder(tokenizer)
+    num_tokens = 0
 
     def encode(part: list[Document]) -> Encoded:
-        ids, byte_counts, _ = encode_part(part, encoder, end, with_bytes=with_bytes)
+        ids, byte_counts, _ = encode_part(part, encoder, with_bytes=with_bytes)
         num_bytes = sum(len(document.text.encode()) for document in part)
         sizes = {"bytes": byte_counts} if with_bytes else {}
         return {"ids": ids.astype(dtype), "num_bytes": np.array(num_bytes)} | sizes

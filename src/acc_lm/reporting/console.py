@@ -84,7 +84,8 @@ def lines_of_text(config: Config, data: Data, order: RowOrder) -> list[tuple[str
     held_out = f"{facts.eval_bytes / 1e6:.2f} MB, {facts.eval_documents:,} documents, {facts.eval_tokens:,} tokens"
     if facts.train_bytes:
         held_out += f", {facts.eval_bytes / (facts.train_bytes + facts.eval_bytes):.1%} of all"
-    return [("text", f"{text} ({facts.vocab_size:,} ids)"), ("held out", held_out), ("rows", in_rows)]
+    lines = [("text", f"{text} ({facts.vocab_size:,} ids)"), ("held out", held_out), ("rows", in_rows)]
+    return [*lines[:1], ("encoder", facts.encoder), *lines[1:]] if facts.encoder else lines
 
 
 def notes_of_text(data: Data) -> list[tuple[str, str]]:

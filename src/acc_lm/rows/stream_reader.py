@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from io import RawIOBase
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,12 +32,10 @@ from acc_lm.launcher import request_death_signal
 from acc_lm.rows.order import own_seed, permutation
 from acc_lm.text.corpus import stream_dataset
 from acc_lm.text.documents import Skipped, hash_text, text_in
+from acc_lm.text.encoder import TextEncoder
 from acc_lm.text.files import read_shard, were_known
 from acc_lm.text.locations import find_files
 from acc_lm.text.tokenizer import cut_text
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 PAUSES = (1.0, 2.0, 4.0)
 """Seconds before each retry of a shard that could not be read; after the last retry the reader gives up."""
@@ -124,15 +122,14 @@ class Stream:
     """One of the streams in which a corpus is read: every `num_streams`-th shard, pass after pass.
 
     Args:
-        encoder: encoder of plain text, as `tokenizer.text_encoder` builds it.
-        end: id of the token after each document.
+        encoder: encoder of plain text.
     """
 
     def __init__(
-        self, number: int, shards: Shards, config: DataConfig, encoder: Tokenizer, end: int, dtype: Any, seed: int
+        self, number: int, shards: Shards, config: DataConfig, encoder: TextEncoder, dtype: Any, seed: int
     ) -> None:
         self.number, self._shards, self._config, self._seed = number, shards, config, seed
-        self._encoder, self._end, self._dtype = encoder, end, dtype
+        self._encoder, self._dtype = encoder, dtype
         self._own = np.arange(number, len(shards.names), config.num_streams)
 
     def _records(self, shard: int, first: int) -> Iterator[tuple[int, str, Any]]:
@@ -191,12 +188,12 @@ class Stream:
         """Lists of a few documents each, from `start` on: (position of the first id, ids with the end token)."""
         offset = start.offset
         for batch, error in _in_batches(self._documents(start)):
-            pieces = [cut_text(text, self._encoder) for _, text in batch]
-            encoded = iter(self._encoder.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False))
+            pieces = [cut_text(text, self._encoder.backend) for _, text in batch]
+            encoded = iter(self._encoder.encode(list(chain(*pieces))))
             done = []
             for (position, _), own in zip(batch, pieces, strict=True):
-                ids = [*chain.from_iterable(next(encoded).ids for _ in own), self._end]
-                done.append((position._replace(offset=offset), np.array(ids[offset:], dtype=self._dtype)))
+                ids = np.concatenate([*(next(encoded) for _ in own), [self._encoder.end]])
+                done.append((position._replace(offset=offset), ids[offset:].astype(self._dtype)))
                 offset = 0
             yield done
             if error is not None:
@@ -273,12 +270,11 @@ def read_streams(job: dict[str, Any]) -> Iterator[tuple[State, list[np.ndarray]]
     from tokenizers import Tokenizer
 
     config = DataConfig.model_validate_json(json.dumps(job["config"]))
-    shards, encoder, dtype = open_shards(config), Tokenizer.from_str(job["tokenizer"]), np.dtype(job["dtype"])
-    encoder.encode_special_tokens = True  # plain text; the tokenizer's JSON does not keep this flag
+    shards, backend, dtype = open_shards(config), Tokenizer.from_str(job["tokenizer"]), np.dtype(job["dtype"])
+    backend.encode_special_tokens = True  # plain text; the tokenizer's JSON does not keep this flag
+    encoder = TextEncoder(backend, job["end"])
     streams = [
-        Stream(int(number), shards, config, encoder, job["end"], dtype, job["seed"]).rows(
-            State.unpack(state), job["first_row"]
-        )
+        Stream(int(number), shards, config, encoder, dtype, job["seed"]).rows(State.unpack(state), job["first_row"])
         for number, state in job["streams"].items()
     ]
     while True:

@@ -8,5 +8,6 @@ documents    documents, and the corpus that they form
 synthetic    synthetic text with a known entropy
 splitting    training and held-out documents, split by content
 parts        documents encoded part by part, by several processes if requested
+encoder      plain text -> ids, by tiktoken where it is exact
 tokenizer    load or train a tokenizer, encode documents
 """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from acc_lm.config import ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.text.documents import Document
+from acc_lm.text.encoder import TextEncoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -117,6 +118,13 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return backend
 
 
+def build_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+    """TextEncoder of plain text whose documents end with the tokenizer's end token."""
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+    return TextEncoder(text_encoder(tokenizer), end)
+
+
 def cut_text(text: str, encoder: Tokenizer) -> list[str]:
     """Cut a document into pieces to encode one by one; a tokenizer that marks the start of a text gets one piece.
 
@@ -158,51 +166,32 @@ def id_dtype(num_ids: int) -> type[np.unsignedinteger]:
     return np.uint16 if num_ids <= 1 << 16 else np.uint32
 
 
-def token_bytes(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """UTF-8 bytes of `text` that each of its tokens stands for; their sum is the number of bytes of `text`.
-
-    A character spread over several tokens counts for the first of them; text that a normaliser drops counts for the next
-    token.
-
-    Args:
-        offsets: (start, end) of each token, in characters.
-
-    Returns:
-        uint32 [len(offsets)].
-    """
-    if not offsets:
-        return np.zeros(0, dtype=np.uint32)
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-    position = np.concatenate([[0], widths.cumsum()])
-    ends = np.maximum.accumulate(position[np.array(offsets)[:, 1]])
-    ends[-1] = position[-1]
-    return np.diff(ends, prepend=0).astype(np.uint32)
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
 def encode_part(
-    documents: list[Document], encoder: Any, end: int, *, with_bytes: bool
+    documents: list[Document], encoder: TextEncoder, *, with_bytes: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids, bytes of each id, number of ids of each document) of a few documents, each followed by the end token."""
-    encode = encoder.encode_batch if with_bytes else encoder.encode_batch_fast
     pieces = [marked for document in documents for marked in _marked(document.text, encoder)]
     ids: list[np.ndarray] = []
     byte_counts: list[np.ndarray] = []
     ends: list[int] = []
     num_ids = 0
-    encoded = encode([piece for piece, _ in pieces], add_special_tokens=False)  # parallel over pieces, in threads
-    for (piece, is_last), encoding in zip(pieces, encoded, strict=True):
-        ids.append(np.array(encoding.ids, dtype=np.uint32))
-        num_ids += len(ids[-1]) + is_last
-        if with_bytes:
-            byte_counts.append(token_bytes(piece, encoding.offsets))
+    texts, last_id, no_bytes = (
+        [piece for piece, _ in pieces],
+        np.array([encoder.end], dtype=np.uint32),
+        np.zeros(1, np.uint32),
+    )
+    encoded = encoder.encode_with_bytes(texts) if with_bytes else [(own, no_bytes[:0]) for own in encoder.encode(texts)]
+    for (_, is_last), (own, own_bytes) in zip(pieces, encoded, strict=True):
+        ids.append(own)
+        num_ids += len(own) + is_last
+        byte_counts.append(own_bytes)
         if is_last:
-            ids.append(np.array([end], dtype=np.uint32))
-            byte_counts.append(np.zeros(1, dtype=np.uint32))
+            ids.append(last_id)
+            byte_counts.append(no_bytes)
             ends.append(num_ids)
     return np.concatenate(ids), np.concatenate(byte_counts), np.diff(ends, prepend=0)
 
@@ -211,14 +200,13 @@ def encode_each(
     documents: Iterator[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:
     """Triples (document, its ids with the end token last, bytes of each id): the material that rows are cut from."""
-    encoder, end = text_encoder(tokenizer), tokenizer.eos_token_id
-    assert isinstance(end, int)
+    encoder = build_encoder(tokenizer)
     for document in documents:
-        ids, byte_counts, _ = encode_part([document], encoder, end, with_bytes=True)
+        ids, byte_counts, _ = encode_part([document], encoder, with_bytes=True)
         yield document, ids, byte_counts
 
 
-def _marked(text: str, encoder: Any) -> list[tuple[str, bool]]:
+def _marked(text: str, encoder: TextEncoder) -> list[tuple[str, bool]]:
     """Pairs (piece, True if it is the last) of a document."""
-    *pieces, last = cut_text(text, encoder)
+    *pieces, last = cut_text(text, encoder.backend)
     return [(piece, False) for piece in pieces] + [(last, True)]
