@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from processes import run_training
 
 from acc_lm.progress import Progress, extend_ledger
 from acc_lm.rows.loader import MicroBatches, by_length, evaluation_batches
-from acc_lm.rows.order import RowOrder, StreamOrder, permutation
+from acc_lm.rows.order import SORTED_ROWS, Bijection, RowOrder, SourceOrder, StreamOrder, own_seed, permutation
 
 
 def test_every_row_comes_once_per_epoch_and_no_batch_is_short() -> None:
@@ -31,6 +38,63 @@ def test_an_order_that_is_cached_cannot_be_changed() -> None:
 
 def test_the_order_never_changes_between_versions() -> None:
     assert RowOrder(42, 100, 5).rows_at(7).tolist() == [62, 92, 96, 43, 85]
+
+    assert RowOrder(42, 10**9, 5).rows_at(7).tolist() == LARGE
+    assert RowOrder(42, SORTED_ROWS, 2).rows_at(1).tolist() == permutation(42, 0, SORTED_ROWS)[:2].tolist()
+
+
+LARGE = [185852424, 413918084, 248399009, 828436579, 877703724]
+
+
+@pytest.mark.parametrize("num_rows", [*range(1, 70), 127, 128, 129, 255, 256, 257, 1000, 4096, 65537])
+def test_single_places_form_a_permutation_of_any_size(num_rows: int) -> None:
+    places = np.arange(num_rows)
+    for seed, epoch in ((0, 0), (0, 1), (1, 0), (2**31, 12345), (own_seed(7, 3), 2)):
+        bijection = Bijection(seed, epoch, num_rows)
+        rows = bijection.rows_at(places)
+        assert (np.sort(rows) == places).all()
+        assert (bijection.places_of(rows) == places).all()
+
+
+def test_all_orders_of_few_rows_occur_equally_often() -> None:
+    """Chi-square of 24 orders in 4,800 epochs: with 23 degrees of freedom, 60 has a probability of 4e-5."""
+    orders = [tuple(Bijection(0, epoch, 4).rows_at(np.arange(4))) for epoch in range(4800)]
+    counts = [orders.count(order) for order in itertools.permutations(range(4))]
+    assert sum((count - 200) ** 2 / 200 for count in counts) < 60
+
+
+@pytest.mark.parametrize("num_rows", [10**5, 10**7 + 1, 2**33 + 5, 10**12])
+def test_large_orders_look_random(num_rows: int) -> None:
+    """Neighbouring places, neighbouring epochs and seeds are unrelated, and every region of the rows is hit equally often."""
+    count = 1 << 15
+    places = np.arange(min(num_rows - count, 3 * 10**9), min(num_rows, 3 * 10**9 + count))[:count]
+    share = {key: Bijection(*key, num_rows).rows_at(places) / num_rows for key in ((0, 0), (0, 1), (1, 0))}
+    for values in share.values():
+        assert 0 <= values.min() <= values.max() < 1
+        bins = np.bincount((values * 64).astype(int), minlength=64)
+        assert ((bins - count / 64) ** 2 / (count / 64)).sum() < 125, "chi-square, 63 degrees of freedom: p = 1e-5"
+        steps = np.sort(np.diff(values) % 1)
+        assert np.abs(steps - np.linspace(0, 1, len(steps))).max() < 0.0125, "Kolmogorov-Smirnov: p = 1e-4"
+    a, b, c = share.values()
+    for one, other in ((a, b), (a, c), (a[1:], a[:-1]), (a[2:], a[:-2])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.025, "4.5 standard deviations"
+    low_bits = (a * num_rows).round().astype(np.int64) & 1
+    assert abs(low_bits.mean() - 0.5) < 0.0125
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("num_rows", "version"), [(50, 2), (50, 1), (SORTED_ROWS + 1000, 2), (SORTED_ROWS + 1000, 1)])
+def test_rows_of_a_source_are_its_epochs_one_after_the_other(num_rows: int, version: int, shuffle: bool) -> None:
+    order = SourceOrder(3, num_rows, shuffle, version)
+    epochs = [order.rows_at(epoch * num_rows, num_rows) for epoch in (0, 1)]
+    assert all((np.sort(rows) == np.arange(num_rows)).all() for rows in epochs)
+    assert (epochs[0] == epochs[1]).all() != shuffle
+    if version == 1 and shuffle:
+        assert (epochs[1] == permutation(3, 1, num_rows)).all()
+    at = np.random.default_rng(0).integers(0, 2 * num_rows - 9, 20).tolist()
+    both = np.concatenate(epochs)
+    assert all((order.rows_at(place, 9) == both[place : place + 9]).all() for place in at)
+    assert [order.place_of(1, row) for row in epochs[1][:5].tolist()] == [0, 1, 2, 3, 4]
 
 
 def test_without_shuffling_the_order_is_that_of_the_text() -> None:
@@ -142,3 +206,38 @@ def test_an_evaluation_begins_with_the_longest_rows() -> None:
     lengths = np.array([3, 9, 5, 7, 5])
     shares = [evaluation_batches(5, batch_size=2, process=p, num_processes=2, lengths=lengths) for p in (0, 1)]
     assert [[batch.tolist() for batch in share] for share in shares] == [[[1, 3], [0, -1]], [[2, 4], [-1, -1]]]
+
+
+def test_an_older_checkpoint_goes_through_its_rows_in_the_order_it_began_with(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state does not name a version; a new run of the same recipe has other rows."""
+    from acc_lm.checkpointing.format import checksum
+    from acc_lm.rows import order
+
+    monkeypatch.setattr(order, "SORTED_ROWS", 16)  # in the processes of the run too, which are forked from this one
+    arguments, run = [*tiny, "data.sequence_length=16", "checkpoint.every=2"], tmp_path / "run"
+
+    def state_at(step: int) -> dict[str, Any]:
+        return dict(json.loads((run / f"checkpoints/step-{step:08}/state.json").read_text()))
+
+    def ledger(version: int, steps: int) -> str:
+        epoch = re.search(r"rows +([\d,]+) of 16 tokens", first.output)
+        assert epoch is not None
+        found, rows = Progress(), RowOrder(state["recipe"]["seed"], int(epoch[1].replace(",", "")), 12, version=version)
+        for step in range(1, steps + 1):
+            found = found.advance(rows.rows_at(step), 1)
+        return found.ledger
+
+    first = run_training([*arguments, "training.max_steps=2"])
+    state, folder = state_at(2), run / "checkpoints/step-00000002"
+    assert state.pop("row_order") == 2
+    assert state["progress"]["ledger"] == ledger(2, 2) != ledger(1, 2)
+    state["progress"]["ledger"] = ledger(1, 2)  # as a version that sorted every epoch would have left it
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = {"size": (folder / "state.json").stat().st_size, "xxh3_128": checksum(folder / "state.json")}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": manifest["files"] | {"state.json": entry}}))
+    run_training([*arguments, "training.max_steps=4"])
+    assert state_at(4)["row_order"] == 1
+    assert state_at(4)["progress"]["ledger"] == ledger(1, 4)

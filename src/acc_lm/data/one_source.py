@@ -26,10 +26,11 @@ from acc_lm.data.dataset import FORMER, ROWS_FORMAT, Data, DataFacts, SetFacts, 
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.rows.packing import PackedRows, open_rows
 from acc_lm.rows.text_rows import Rows
+from acc_lm.text.contents import check_content, content_keys
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Corpus, Document, Skipped, hash_text, text_in
 from acc_lm.text.encoder import TextEncoder
-from acc_lm.text.files import check_content, content_keys, read_files
+from acc_lm.text.files import read_files
 from acc_lm.text.locations import find_files
 from acc_lm.text.parts import NO_PREPARATION, PART_OF_TEXT, Encoded, Encoder, Preparation
 from acc_lm.text.splitting import split_documents
@@ -222,7 +223,7 @@ def _open_set(
     tokenizer, dtype = data.tokenizer, id_dtype(data.facts.vocab_size)
     files = find_files(config.evaluation_sets[name], f"data.evaluation_sets.{name}", config.cache_dir)
     read = plan.read if plan else text_in(config.text_column)
-    files_key, _ = content_keys(files, config.text_column)
+    files_key, _ = content_keys(files, config.text_column, config.cache_dir)
     parts = (ROWS_FORMAT, "set", files_key, tokenizer_key(tokenizer), config.skip_bad_rows)
     key = hash_text(repr(parts + (plan.key(tokenizer) if plan else ())))
 

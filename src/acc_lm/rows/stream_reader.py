@@ -30,10 +30,11 @@ from acc_lm.config import DataConfig
 from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import request_death_signal
 from acc_lm.rows.order import own_seed, permutation
+from acc_lm.text.contents import were_known
 from acc_lm.text.corpus import stream_dataset
 from acc_lm.text.documents import Skipped, hash_text, text_in
 from acc_lm.text.encoder import TextEncoder
-from acc_lm.text.files import read_shard, were_known
+from acc_lm.text.files import read_shard
 from acc_lm.text.locations import find_files
 from acc_lm.text.tokenizer import cut_text
 

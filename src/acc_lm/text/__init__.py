@@ -4,6 +4,7 @@ corpus       the source of a recipe -> documents, training and held out
 locations    paths, globs, folders and remote addresses -> files on this machine
 opening      files opened for reading, compressed ones too
 files        txt, JSON lines, JSON, CSV, Parquet, Arrow -> records, each with its place for error messages
+contents     hashes of the contents of files, with a memo of them
 documents    documents, and the corpus that they form
 synthetic    synthetic text with a known entropy
 splitting    training and held-out documents, split by content

@@ -15,15 +15,13 @@ from acc_lm.cache import cache_folder, make_once, read_facts, write_facts
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import is_main_process
+from acc_lm.text.contents import check_content, content_keys, remembered, total_size
 from acc_lm.text.documents import Corpus, Document, Skipped, TextReader, hash_text, text_in
 from acc_lm.text.files import (
     as_written,
-    check_content,
-    content_keys,
     has_records,
     read_files,
     records_in,
-    total_size,
     whole_files,
 )
 from acc_lm.text.locations import find_files, saved_tables
@@ -46,11 +44,11 @@ def open_corpus(config: DataConfig, seed: int, read: TextReader | None = None) -
     if config.source == "python_stdlib":
         files = python_stdlib_files()
         size = total_size(files)
-        return Corpus(*content_keys(files, "utf-8"), lambda skipped: whole_files(files), None, size)
+        return Corpus(*content_keys(files, "utf-8", config.cache_dir), lambda skipped: whole_files(files), None, size)
     train_files = find_files(config.files, "data.files", config.cache_dir)
     eval_files = find_files(config.eval_files, "data.eval_files", config.cache_dir) if config.eval_files else []
     only_records, reader = read is not None, read or text_in(config.text_column)
-    sides = [(side, *content_keys(side, config.text_column)) for side in (train_files, eval_files)]
+    sides = [(side, *content_keys(side, config.text_column, config.cache_dir)) for side in (train_files, eval_files)]
 
     def check() -> None:
         for side, key, _ in sides:
@@ -78,9 +76,14 @@ def columns_of(config: DataConfig) -> tuple[list[str], str] | None:
     if config.source == "files":
         for file in find_files(config.files, "data.files", config.cache_dir):
             if has_records(file):
-                place, record = next(records_in(file), (str(file), {}))
-                return (list(record) if isinstance(record, dict) else []), place
+                first = remembered("columns", [file], "", config.cache_dir, lambda: _first_record(file))  # noqa: B023
+                return first["columns"], first["place"]
     return None
+
+
+def _first_record(file: Path) -> dict[str, Any]:
+    place, record = next(records_in(file), (str(file), {}))
+    return {"columns": list(record) if isinstance(record, dict) else [], "place": place}
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from acc_lm.errors import DataError
 from acc_lm.text.documents import Document, Skipped, TextReader
 from acc_lm.text.opening import is_compressed, opened, read_bytes, reading, suffix_of
@@ -250,52 +248,3 @@ def as_written(record: dict[str, Any], schema: Any) -> dict[str, Any]:
 def _check_names(columns: list[str], place: str) -> None:
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise DataError(f"{place}: must name each column once, got {twice[0]!r} twice; rename one")
-
-
-def content_keys(files: list[Path], extra: str) -> tuple[str, str | None]:
-    """Hash of the contents and kinds of the files, and the hash of contents and names that was used up to rows-1.
-
-    The second is None if the formats up to rows-1 did not know one of the kinds. Neither folder nor time counts, so a
-    corpus can be moved.
-    """
-    digest, former = xxhash.xxh3_128(extra.encode()), xxhash.xxh3_128(extra.encode())
-    for file in files:
-        with reading(file):
-            size, suffix = _content_size(file), suffix_of(file) if has_records(file) else ".txt"
-        with reading(file), opened(file) as stream:
-            digest.update(f"\0{'.jsonl' if suffix == '.ndjson' else suffix}\0{size}\0".encode())
-            former.update(f"\0{file.name}\0{size}\0".encode())
-            while block := stream.read(1 << 24):
-                digest.update(block)
-                former.update(block)
-    return digest.hexdigest(), former.hexdigest() if were_known(files) else None
-
-
-def _content_size(file: Path) -> int:
-    """Bytes of a file's content, decompressed, so that a file and its compressed form have the same key."""
-    if not is_compressed(file):
-        return file.stat().st_size
-    with opened(file) as stream:
-        return sum(map(len, iter(lambda: stream.read(1 << 24), b"")))
-
-
-def were_known(files: list[Path]) -> bool:
-    """True if the formats up to rows-1 inferred the same kinds of content from the names of these files."""
-    return all(file.suffix in RECORD_SUFFIXES and file.suffix != ".ndjson" for file in files if has_records(file))
-
-
-def check_content(files: list[Path], extra: str, key: str) -> None:
-    """Refuse files that changed after their key was computed, because the text read from them may mix both versions.
-
-    Raises:
-        DataError: a file has changed; the message names the file that was written last.
-    """
-    if content_keys(files, extra)[0] != key:
-        newest = max(files, key=lambda file: file.stat().st_mtime_ns)
-        raise DataError(
-            f"{newest} must not change while it is read, got different content at the end; start again once it is complete"
-        )
-
-
-def total_size(files: list[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
