@@ -720,15 +720,14 @@ def c9_resume(run: Run) -> None:
 
     def measure() -> dict[str, list[float]]:
         from acc_lm.rows.loader import MicroBatches, build_loader
-        from acc_lm.rows.order import RowOrder, permutation
+        from acc_lm.rows.order import RowOrder
         from acc_lm.rows.text_rows import Rows
 
         rows = Rows(np.zeros(min(run.sizes.tokens, 4_000_000), dtype=np.uint16), 64)
-        order = RowOrder(0, len(rows), 16)
 
         def first_batch(step: int) -> float:
-            permutation.cache_clear()
             began = time.process_time()
+            order = RowOrder(0, len(rows), 16)
             batches = MicroBatches(
                 order, micro_batch_size=16, process=0, num_processes=1, first_step=step, last_step=step + 9
             )
@@ -753,6 +752,77 @@ def c9_resume(run: Run) -> None:
         scale=1e3,
         goal=Goal(at_most=1.1),
     )
+
+
+def c14_index(run: Run) -> None:
+    """CPU time and memory from opened rows to the first batch, by the number of rows: an index of that size, no text."""
+    sizes = [1_000_000, 100_000_000, 10_000_000_000]
+    versions = {
+        "ours": (2, sizes),
+        "ours, every epoch sorted (until version 1 of the order)": (1, [1_000_000, 10_000_000]),
+    }
+    for name, (version, counts) in versions.items():
+        found = {
+            count: ring.in_a_process(lambda: first_batch_of(run.folder, count, version), run.folder / f"index-{count}")  # noqa: B023
+            for count in counts
+        }
+        run.samples[f"C14 {name}"] = found
+        seconds = [statistics.median(found[count]["seconds"]) for count in counts]
+        for count in counts:
+            run.add(
+                "C14",
+                f"CPU time to the first batch of {count:,} rows",
+                name,
+                ours=found[count]["seconds"],
+                unit="ms",
+                scale=1e3,
+            )
+            run.add(
+                "C14",
+                f"memory for the first batch of {count:,} rows",
+                name,
+                ours=found[count]["bytes"],
+                unit="MiB",
+                scale=2**-20,
+            )
+        slope = float(np.polyfit(np.log(counts), np.log(seconds), 1)[0])
+        goal = Goal("median", at_most=0.05) if name == "ours" else None
+        run.add(
+            "C14", "slope of that time over rows, log-log (1: proportional)", name, ours=[slope], unit="", goal=goal
+        )
+
+
+def first_batch_of(folder: Path, num_rows: int, version: int) -> dict[str, list[float]]:
+    """Seconds and bytes of several first batches of rows without text, each in a process of its own."""
+
+    def measure(number: int) -> tuple[float, float]:
+        from acc_lm.rows.loader import MicroBatches, build_loader
+        from acc_lm.rows.order import RowOrder
+        from acc_lm.rows.text_rows import Rows
+
+        def first(rows: Rows, seed: int) -> None:
+            order = RowOrder(seed, len(rows), 16, version=version)
+            batches = MicroBatches(order, micro_batch_size=16, process=0, num_processes=1, first_step=1, last_step=9)
+            next(iter(build_loader(rows, batches, 0, pin_memory=False)))
+
+        first(Rows(np.zeros(100, dtype=np.uint16), 2), 0)  # so that only what grows is measured
+        rows = Rows(np.broadcast_to(np.uint16(0), num_rows * INDEX_LENGTH + 1), INDEX_LENGTH)  # one number, repeated
+        assert len(rows) == num_rows
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, began = peak_memory(), time.process_time()
+        first(rows, number)
+        return time.process_time() - began, peak_memory() - before
+
+    pairs = [ring.in_a_process(lambda: measure(number), folder / f"first-{number}") for number in range(5)]  # noqa: B023
+    return {"seconds": [seconds for seconds, _ in pairs], "bytes": [float(size) for _, size in pairs]}
+
+
+INDEX_LENGTH = 16
+
+
+def peak_memory() -> int:
+    """Peak resident memory of this process, in bytes."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 FIRST_STEP = """
@@ -939,6 +1009,7 @@ SUITE: dict[str, Callable[[Run], None]] = {
     "C11": c11_start,
     "C12": c12_two_processes,
     "C13": c13_growth,
+    "C14": c14_index,
 }
 
 
