@@ -74,6 +74,7 @@ def build(config: Config, mode: Mode) -> Run | None:
 
     # Model and optimizer, distributed over the hardware by `prepare`
     model, facts = training.build_on_all(accelerator, config, data)
+    notes += runtime.choose_threads(accelerator, model, config, found.state.get("threads"))
     memory.note("model built")
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     memory.note("model prepared")

@@ -118,7 +118,7 @@ def test_a_checkpoint_whose_tensors_are_pickled_is_named_and_skipped(
 def test_code_planted_among_the_token_rows_never_runs(tiny: list[str], tmp_path: Path, payload: Payload) -> None:
     arguments = [*tiny, f"data.cache_dir={tmp_path / 'rows'}", "training.max_steps=2"]
     run_training([*arguments, f"output_dir={tmp_path / 'before'}"])
-    (folder,) = (path for path in (tmp_path / "rows").iterdir() if path.is_dir())
+    (folder,) = (path.parent for path in (tmp_path / "rows").rglob("train.bin"))
     payload.plant(folder)
     payload.plant(folder / "tokenizer")
     (folder / "tokenizer/code.py").write_text(f"open({str(payload.file)!r}, 'w')\n")

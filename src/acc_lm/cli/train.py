@@ -23,7 +23,7 @@ from acc_lm.config.messages import FOREIGN_NAMES
 from acc_lm.config.project import training_script
 from acc_lm.config.reference import help_text
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, Preempted, UserError, print_problems
-from acc_lm.launcher import die_with_launcher
+from acc_lm.launcher import bound_spinning, die_with_launcher
 from acc_lm.redaction import print_anything, redact
 from acc_lm.run_files.output_dir import open_output_dir
 from acc_lm.run_files.summary import write_failure
@@ -54,6 +54,7 @@ def run_to_its_end(
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
     began, is_ours = time.time(), False
     print_anything()
+    bound_spinning()
     gc.disable()  # until the libraries are loaded, see `runtime.keep_libraries`
     try:
         parsed = parse_train_arguments(arguments, default_recipe)

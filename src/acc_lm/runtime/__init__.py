@@ -34,6 +34,7 @@ from acc_lm.runtime.engines.shards import (
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
 from acc_lm.runtime.launch.request import split_global_batch
+from acc_lm.runtime.launch.threads import choose_threads, keep_threads
 from acc_lm.runtime.monitoring.bandwidth import (
     BUCKETED_CONFIGS,
     COLLECTIVES,
@@ -72,6 +73,7 @@ __all__ = [
     "check_config",
     "check_replicas",
     "check_run",
+    "choose_threads",
     "close",
     "count_updates",
     "cpu_group",
@@ -88,6 +90,7 @@ __all__ = [
     "initialise_once",
     "keep_gradients_home",
     "keep_libraries",
+    "keep_threads",
     "machine",
     "memory_held",
     "on_main",

@@ -43,16 +43,16 @@ def remembered(
         results[0] = found = compute()
         if _states(files)[0] != before:
             raise OSError("changed while it was read")
-        write_facts(work, found)
+        write_facts(work, {"result": found})
 
     try:
-        return read_facts(
-            make_once(cache_folder(cache_dir), hash_text(repr((about, extra, before))), build, is_main_process())
-        )
-    except (OSError, DataError):
+        name = hash_text(repr((about, extra, before)))
+        facts = read_facts(make_once(cache_folder(cache_dir), name, build, is_main_process()))
+        return dict(facts["result"])
+    except (OSError, DataError, KeyError):
         if results == [None]:  # the files cannot be read
             raise
-        return results[0] if results and results[0] else compute()  # a cache that cannot be written to
+        return results[0] if results and results[0] else compute()  # the cache is damaged, or cannot be written to
 
 
 def _states(files: list[Path]) -> tuple[list[tuple[str, int, int, int, int, int]], float]:

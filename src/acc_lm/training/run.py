@@ -128,6 +128,7 @@ def find_start(accelerator: Accelerator, config: Config, mode: Mode) -> tuple[Fo
     found = find_checkpoint(accelerator, output_dir, config.checkpoint)
     if mode == Mode.TRAIN and resuming.is_complete(accelerator, output_dir, config):
         return None
+    runtime.keep_threads(accelerator, found.state.get("threads"))
     evaluates = mode == Mode.EVAL_ONLY
     if evaluates and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")

@@ -264,7 +264,8 @@ def _notes(
     accelerator: Accelerator, config: Config, strategy: str, num_processes: int, is_rehearsal: bool
 ) -> list[str]:
     notes, cores = [], os.cpu_count() or 1
-    if accelerator.device.type == "cpu" and torch.get_num_threads() > 1 and (load := os.getloadavg()[0]) > cores:
+    on_cpu, has_chosen = accelerator.device.type == "cpu", num_processes == 1 and "OMP_NUM_THREADS" not in os.environ
+    if on_cpu and not has_chosen and torch.get_num_threads() > 1 and (load := os.getloadavg()[0]) > cores:
         notes.append(
             f"other processes use the {cores} cores (load average {load:.1f}) and threads wait for each other: OMP_NUM_THREADS=1 is then faster"
         )
