@@ -67,10 +67,13 @@ mutate: .venv/installed  ## docs/promises/reliability.md: faults planted in the 
 models: .venv/installed  ## docs/reference/models.md: every causal type of transformers
 	$(BIN)/python docs/update_models.py
 
-# docs/measured/benchmarks.md, measured next to every peer that is installed: Lightning and litgpt's requirements come with
-# pip install 'acc-lm[bench]'; nanoGPT/, litgpt/ and transformers/ are looked for in the folder BENCH_PEERS.
-bench: .venv/installed  ## docs/measured/benchmarks.md: speed next to peers, on a CPU
-	$(BIN)/python -m benchmarks.cpu --page docs/measured/benchmarks.md
+# docs/measured/benchmarks.md, measured next to every peer. Lightning and litgpt are packages; nanoGPT/ and transformers/
+# (only examples/pytorch/language-modeling/run_clm_no_trainer.py) are clones in the folder PEERS.
+PEERS ?= peers
+bench: .venv/installed  ## docs/measured/benchmarks.md: speed next to peers, on a CPU; PEERS=FOLDER has their clones
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps litgpt
+	PEERS=$(PEERS) $(BIN)/python -m benchmarks.cpu --page docs/measured/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py docs/guides/data.md
 
 # The same on a GPU, in three commands of less than ten minutes each.

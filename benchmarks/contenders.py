@@ -1,4 +1,4 @@
-"""The loops that are compared, each as its own documentation runs it; the scripts in BENCH_PEERS run unchanged.
+"""The loops that are compared, each as its own documentation runs it; the scripts in PEERS run unchanged.
 
 All train the same weights on the same tokens in the same order, with AdamW, a constant learning rate and no weight decay (peers
 disagree on what decays). Gradients are clipped to a norm that they never reach: the work of clipping is done, and a script that
@@ -176,7 +176,7 @@ def one_id_a_character(alphabet: list[str]) -> Any:
 
 
 def peer_folder(name: str) -> Path | None:
-    folder = os.environ.get("BENCH_PEERS")
+    folder = os.environ.get("PEERS")
     return Path(folder).resolve() / name if folder and (Path(folder) / name).is_dir() else None
 
 
@@ -530,8 +530,8 @@ def litgpt(job: Job, precision: str = "no") -> None:
     import torch
 
     folder = peer_folder("litgpt")
-    assert folder is not None
-    sys.path.insert(0, str(folder))
+    if folder is not None:
+        sys.path.insert(0, str(folder))
     if not torch.cuda.is_available():
         torch.compile = lambda model, *_, **__: model
     from litgpt import pretrain  # type: ignore[import-not-found]
@@ -644,8 +644,8 @@ def field(job: Job) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     ):
         if not fits:
             absent[name] = why
-        elif peer_folder(folder) is None:
-            absent[name] = f"no folder {folder} in BENCH_PEERS"
+        elif peer_folder(folder) is None and not (name == "litgpt" and _has("litgpt")):
+            absent[name] = f"no folder {folder} in PEERS"
         elif name == "litgpt" and not (_has("lightning") and _has("jsonargparse")):
             absent[name] = "its own requirements are not installed: pip install 'acc-lm[bench]'"
         else:

@@ -5,6 +5,7 @@ python -m benchmarks.report docs/measured/benchmarks.md
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -17,7 +18,17 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 SCHEMA = 1
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "deepspeed", "numpy", "lightning")
+PACKAGES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "tiktoken",
+    "deepspeed",
+    "numpy",
+    "lightning",
+)
 WHY: dict[str, str] = {
     "C1": "in eager mode all contenders call the same kernels on the same weights, and everything else is a hundredth of this step, so a tuned loop "
     "and ours are equal within the noise. A peer's defaults lose time to GPT-2's activation in eight operations and to an update that is not fused. "
@@ -27,8 +38,6 @@ WHY: dict[str, str] = {
     "C4": "tiktoken takes two thirds of the time; the rest is reading the JSON, the hashes that identify a document and keep it out of the other split, "
     "and tokenizers' own ids of a sample, with which tiktoken's are compared.",
     "C5": "half of the time converts the ids to 64 bits, a copy through memory that nanoGPT makes as well; the rest is torch's DataLoader, once per batch.",
-    "C8": "this machine's disk wrote the same raw bytes at 0.9 to 2.1 GB/s in the runs of one day, and the raw write and the save are minutes apart. At the "
-    "faster end, the other work of a save (copies and checksums) takes longer than the disk and is no longer hidden.",
     "C11": "nearly all of the time is imports that Trainer has as well: torch and transformers' models.",
     "C12": "as C2, plus one message per step in which the processes agree whether to stop.",
     "C13": "small matrix products use a core less well than large ones, so time grows less than the number of operations.",
@@ -61,11 +70,12 @@ def header(kind: str) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
         "peers": peers(),
+        "peer_commits": peer_commits(),
     }
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+def _git(*arguments: str, folder: Path = ROOT) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
@@ -108,19 +118,37 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+PEER_FILES = {
+    "nanoGPT": "nanoGPT/train.py",
+    "litgpt": "litgpt/litgpt/pretrain.py",
+    "run_clm_no_trainer": "transformers/examples/pytorch/language-modeling/run_clm_no_trainer.py",
+}
+
+
 def peers() -> dict[str, str | None]:
-    """Hash of the file that is run of each peer in BENCH_PEERS; None: absent."""
+    """Hash of the file that is run of each peer in PEERS, or the version of its package; None: absent."""
+    from importlib.metadata import PackageNotFoundError, version
+
     import xxhash
 
-    folder = Path(os.environ.get("BENCH_PEERS", "/nowhere"))
-    files = {
-        "nanoGPT": "nanoGPT/train.py",
-        "litgpt": "litgpt/litgpt/pretrain.py",
-        "run_clm_no_trainer": "transformers/examples/pytorch/language-modeling/run_clm_no_trainer.py",
-    }
+    folder = Path(os.environ.get("PEERS", "/nowhere"))
+    found: dict[str, str | None] = {}
+    for name, file in PEER_FILES.items():
+        found[name] = xxhash.xxh3_128((folder / file).read_bytes()).hexdigest() if (folder / file).is_file() else None
+    if found["litgpt"] is None:
+        with contextlib.suppress(PackageNotFoundError):
+            found["litgpt"] = version("litgpt")
+    return found
+
+
+def peer_commits() -> dict[str, str]:
+    """Commit of each peer in PEERS that is a clone."""
+    folder = Path(os.environ.get("PEERS", "/nowhere"))
+    found = {name: folder / file.split("/")[0] for name, file in PEER_FILES.items()}
     return {
-        name: xxhash.xxh3_128((folder / file).read_bytes()).hexdigest() if (folder / file).is_file() else None
-        for name, file in files.items()
+        name: commit
+        for name, clone in found.items()
+        if (clone / ".git").exists() and (commit := _git("rev-parse", "HEAD", folder=clone))
     }
 
 
@@ -215,6 +243,18 @@ def _renamed(label: str) -> str:
     return label
 
 
+def _line_of_peers(result: dict[str, Any]) -> list[str]:
+    """Line about the peers that are no libraries: which were absent, or which version of each took part."""
+    if result["kind"] != "cpu":
+        return []
+    known = result["peers"] | {"Lightning": result["versions"]["lightning"]}
+    absent = [name for name, version in known.items() if version is None]
+    commits = {name: commit[:7] for name, commit in result.get("peer_commits", {}).items()}
+    present = [f"{name} {commits.get(name, version[:8])}" for name, version in known.items() if version is not None]
+    missing = f"**Absent: {', '.join(absent)}.** " if absent else ""
+    return [f"{missing}Peers, by commit, version or hash: {', '.join(present) or 'none'}.", ""]
+
+
 def section(result: dict[str, Any], command: str) -> list[str]:
     """Part of the page about one suite."""
     where = result["machine"]
@@ -225,6 +265,7 @@ def section(result: dict[str, Any], command: str) -> list[str]:
     )
     known = ", ".join(f"{package} {version}" for package, version in result["versions"].items() if version)
     lines = [
+        *_line_of_peers(result),
         f"`{command}`, {result['date']}, commit {result['commit']}{' with changes' if result['changed'] else ''}, {name}, {known}; load average "
         f"{result['load']['before'][0]:.1f} before, {result['load']['after'][0]:.1f} after; {result['seconds'] / 60:.1f} minutes.",
         "",

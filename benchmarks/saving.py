@@ -172,6 +172,46 @@ def measure(rounds: int = ROUNDS, windows: int = WINDOWS, hidden_size: int = 384
     return Measured(size, times, took, {name: stood[name] - before for name, before in held.items()})
 
 
+def costs(rounds: int = ROUNDS, hidden_size: int = 384) -> dict[str, dict[str, Any]]:
+    """CPU seconds and bytes of a save by ours and by other libraries, which the speed of the disk does not decide."""
+    import safetensors.torch
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    folder = Path(tempfile.mkdtemp(prefix="acc-lm-saving-"))
+    trial = Trial(folder, hidden_size)
+    trial.step()
+    saver = trial.saver("ours", "checkpoint.keep_last=2")
+
+    def states() -> dict[str, Any]:
+        return {"model": trial.model.state_dict(), "optimizer": trial.optimizer.state_dict()}
+
+    def flat() -> dict[str, Any]:
+        return {str(number): tensor.contiguous() for number, tensor in enumerate(trial.tensors())}
+
+    works: dict[str, Callable[[Path], object]] = {
+        "ours": lambda place: trial.save(saver),
+        "torch.save": lambda place: torch.save(states(), place / "state.pt"),
+        "safetensors": lambda place: safetensors.torch.save_file(flat(), place / "state.safetensors"),
+        "torch.distributed.checkpoint": lambda place: dcp.save(states(), checkpoint_id=place, no_dist=True),
+    }
+    found: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in works}
+    for number in range(rounds):
+        trial.step()
+        for name, work in works.items():
+            place = folder / f"{name}-{number}"
+            place.mkdir()
+            began = time.process_time()
+            work(place)
+            found[name]["seconds"].append(time.process_time() - began)
+            written = saver.newest if name == "ours" else place
+            assert written is not None
+            found[name]["bytes"] = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+            shutil.rmtree(place)
+    shutil.rmtree(folder)
+    return found
+
+
 def main() -> None:
     from acc_lm.studies.tables import machine_line, replace_block
 

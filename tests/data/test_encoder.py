@@ -36,7 +36,7 @@ ODD = [
 
 
 def sample_texts() -> list[str]:
-    return [file.read_bytes().decode(errors="ignore") for file in python_stdlib_files()[:60]] + ODD
+    return [file.read_bytes().decode(errors="ignore") for file in python_stdlib_files()[:24]] + ODD
 
 
 TEXTS = sample_texts()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ def race(job: Job, folder: Path, runs: dict[str, Any], **how: Any) -> ring.Race:
 def test_a_small_suite_runs_and_its_page_says_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("BENCH_PEERS", raising=False)
+    monkeypatch.delenv("PEERS", raising=False)
     chosen = ["C1", "C4", "C5", "C9", "C12"]
     file = cpu.suite(cpu.TOY, chosen, tmp_path)
     result = json.loads(file.read_text())
@@ -54,8 +55,46 @@ def test_a_small_suite_runs_and_its_page_says_what_was_measured(
     report.write_page(tmp_path, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert page.count("\n| C") == len(result["figures"])
-    assert "nanoGPT (char, absent): no folder nanoGPT in BENCH_PEERS" in page
+    assert "nanoGPT (char, absent): no folder nanoGPT in PEERS" in page
+    assert page.split("## On a CPU\n\n")[1].startswith("**Absent: nanoGPT, ")
     assert ("**Void**" in page) == result["void"]
+
+
+def test_the_figures_of_saves_starts_and_a_busy_machine_are_measured(tmp_path: Path) -> None:
+    result = json.loads(cpu.suite(cpu.TOY, ["C8", "C14", "C15"], tmp_path).read_text())
+    assert result["failed"] == {}
+    found = {(row["id"], row["what"], row["contender"]) for row in result["figures"]}
+    assert len(found) == len(result["figures"])
+    for name in ("ours", "torch.save", "safetensors", "torch.distributed.checkpoint"):
+        assert ("C8", "CPU time of a checkpoint per GB of weights and moments", name) in found
+    for when in ("on a quiet machine", "beside 1 busy programs"):
+        for name in ("ours", "Trainer"):
+            assert ("C15", f"wall time of a step {when}", name) in found
+    assert all(len(samples) == 2 for samples in result["samples"]["C15"]["on a quiet machine"].values())
+    assert ("C14", "CPU time to the first batch of 1,000,000 rows", "ours") in found
+
+
+def test_the_page_names_the_peers_that_took_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = tmp_path / "nanoGPT"
+    clone.mkdir()
+    (clone / "train.py").write_text("")
+    git = ["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert report.peer_commits() == {"nanoGPT": commit}
+    result = {
+        "kind": "cpu",
+        "peers": report.peers(),
+        "peer_commits": report.peer_commits(),
+        "versions": {"lightning": "2.6"},
+    }
+    result["peers"]["litgpt"] = None
+    (line, _) = report._line_of_peers(result)
+    assert line == (
+        f"**Absent: litgpt, run_clm_no_trainer.** Peers, by commit, version or hash: nanoGPT {commit[:7]}, Lightning 2.6."
+    )
 
 
 def test_a_peer_that_computes_something_else_or_dies_is_listed_and_not_timed(job: Job, tmp_path: Path) -> None:
@@ -231,7 +270,7 @@ def test_the_page_is_made_from_the_results_that_are_committed(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_three_commands_for_a_gpu_run_here_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BENCH_PEERS", raising=False)
+    monkeypatch.delenv("PEERS", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(gpu.shutil, "rmtree", lambda *_, **__: None)
     files = {gpu.command(name, gpu.TOY, tmp_path) for name in ("ceilings", "gpt2", "llama")}

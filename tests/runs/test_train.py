@@ -190,7 +190,8 @@ def test_slow_threads_on_a_shared_machine_are_reported(
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    output = run_training([*tiny, "training.max_steps=1", "schedule.warmup_steps=0"]).output
+    chosen = {"OMP_NUM_THREADS": str(threads)}  # without it, a trial chooses
+    output = run_training([*tiny, "training.max_steps=1", "schedule.warmup_steps=0"], environment=chosen).output
     assert ("other processes use the 2 cores" in output) == is_said
     assert (f"(load average {load})" in output) == is_said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -110,7 +111,7 @@ def _choose(
     wanted, total = fraction * float(sizes.sum()), 0.0
     chosen: list[int] = []
     left_out: list[int] = []
-    for content, weight in zip(distinct.tolist(), weights.tolist(), strict=True):
+    for content, weight in zip(map(int, distinct), map(float, weights), strict=True):
         if total >= wanted or len(chosen) == max(len(distinct) - 1, 1):
             break
         if len(distinct) == 1 or total + weight > 2 * wanted:
@@ -154,5 +155,9 @@ def _content_hash(text: str) -> tuple[int, int]:
 
 def _hash_documents(documents: Iterator[Document]) -> tuple[np.ndarray, np.ndarray]:
     """Content hash and size in bytes of each document: uint64 [n], int64 [n]."""
-    pairs = [_content_hash(document.text) for document in documents]
-    return np.array([p[0] for p in pairs], dtype=np.uint64), np.array([p[1] for p in pairs], dtype=np.int64)
+    hashes, sizes = array("Q"), array("q")  # 16 bytes for each document
+    for document in documents:
+        content, size = _content_hash(document.text)
+        hashes.append(content)
+        sizes.append(size)
+    return np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64)
