@@ -157,7 +157,7 @@ class StopRequest:
         now = time.monotonic()
         if self._reason is None and self._end is not None and now > self._end:
             self._reason = "training.max_minutes"
-        if is_main_process() and now - self._looked > FILE_SECONDS:
+        if now - self._looked > FILE_SECONDS and is_main_process():
             self._looked = now
             if self._reason is None and (self._output_dir / "STOP").is_file():
                 self._reason = "the file STOP"

@@ -83,8 +83,8 @@ class Rows(Dataset[Batch]):
 
     def count_targets(self, rows: np.ndarray) -> int:
         """Number of targets in these rows."""
-        left = len(self.tokens) - 1 - np.asarray(rows) * self.sequence_length
-        return int(np.minimum(left, self.sequence_length).sum())
+        missing = len(self) * self.sequence_length - self.num_all_targets  # of the last row
+        return len(rows) * self.sequence_length - missing * int(np.count_nonzero(rows == len(self) - 1))
 
     def count_bytes(self, rows: Iterable[int]) -> int:
         """UTF-8 bytes of the text that the targets of these rows stand for."""
