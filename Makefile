@@ -71,7 +71,7 @@ models: .venv/installed  ## docs/reference/models.md: every causal type of trans
 # (only examples/pytorch/language-modeling/run_clm_no_trainer.py) are clones in the folder PEERS.
 PEERS ?= peers
 bench: .venv/installed  ## docs/measured/benchmarks.md: speed next to peers, on a CPU; PEERS=FOLDER has their clones
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev,bench]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps litgpt
 	PEERS=$(PEERS) $(BIN)/python -m benchmarks.cpu --page docs/measured/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py docs/guides/data.md
