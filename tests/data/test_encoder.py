@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -254,6 +257,32 @@ def test_a_word_that_is_a_token_of_three_parts_is_looked_up() -> None:
     assert_same(backend, [word, f"a{word} {word}{word}", *TEXTS])
 
 
+def test_without_tiktoken_tokenizers_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    encoder = encoder_of(BACKENDS["gpt2"])
+    assert encoder.engine == "tokenizers, because tiktoken is not installed"
+    assert encoder.encode(["some text"])[0].tolist() == BACKENDS["gpt2"].encode("some text").ids
+
+
+def test_threads_return_the_texts_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    names: set[str] = set()
+    original = encoders._Fast.encode
+
+    def noted(fast: Any, text: str) -> Any:
+        names.add(threading.current_thread().name)
+        return original(fast, text)  # type: ignore[misc]
+
+    monkeypatch.setattr(encoders._Fast, "encode", noted)
+    encoder = encoder_of(BACKENDS["llama3"])
+    texts = [text for text in TEXTS if text != "<|endoftext|>"] * 3
+    found = encoder.encode(texts)
+    assert any(name.startswith("ThreadPool") for name in names)
+    monkeypatch.undo()
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in encoder_of(BACKENDS["llama3"]).encode(texts)]
+
+
 # --- checks while encoding -----------------------------------------------------------------------------------------
 
 
@@ -277,10 +306,12 @@ def test_other_ids_in_the_first_text_leave_everything_to_tokenizers(monkeypatch:
 
 def test_other_ids_in_a_later_text_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     mistaken(monkeypatch, "wrong")
+    monkeypatch.setattr(encoders, "CHECKED_EVERY", 100)
     encoder = encoder_of(BACKENDS["gpt2"])
     encoder.encode(["right"])
+    encoder.encode(["wrong"])  # not looked at yet
     with pytest.raises(DataError, match="uninstall tiktoken"):
-        encoder.encode(["right", "wrong", "right"])
+        encoder.encode(["right" * 20, "wrong", "right"])
 
 
 def test_rows_on_disk_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,14 +187,14 @@ class Stream:
 
     def _tokens(self, start: Position) -> Iterator[list[tuple[Position, np.ndarray]]]:
         """Lists of a few documents each, from `start` on: (position of the first id, ids with the end token)."""
-        offset = start.offset
+        offset, end = start.offset, [self._encoder.end]
         for batch, error in _in_batches(self._documents(start)):
             pieces = [cut_text(text, self._encoder.backend) for _, text in batch]
             encoded = iter(self._encoder.encode(list(chain(*pieces))))
             done = []
             for (position, _), own in zip(batch, pieces, strict=True):
-                ids = np.concatenate([*(next(encoded) for _ in own), [self._encoder.end]])
-                done.append((position._replace(offset=offset), ids[offset:].astype(self._dtype)))
+                ids = np.concatenate([*(next(encoded) for _ in own), end], dtype=self._dtype, casting="unsafe")
+                done.append((position._replace(offset=offset), ids[offset:]))
                 offset = 0
             yield done
             if error is not None:

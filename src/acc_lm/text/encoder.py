@@ -37,8 +37,8 @@ SAFE_PATTERN = re.compile(
 """Patterns with the same meaning in both engines, apart from the characters of their classes, which are compared."""
 CHECKED_FIRST = 1 << 16
 """Characters at the start of a text that are encoded by `tokenizers` too."""
-CHECKED_LATER = 1 << 14
-"""The same for one document of each later call."""
+CHECKED_LATER, CHECKED_EVERY = 1 << 14, 1 << 22
+"""The same later on: so many characters of one document after each so many characters of text."""
 WORTH = 40
 """Characters for each entry of the vocabulary from which tiktoken is worth its start: half a second for GPT-2's."""
 LONGEST_SPACE = 1 << 12
@@ -58,7 +58,7 @@ class TextEncoder:
         self.backend, self.end = backend, end
         self._fast: _Fast | str = LITTLE_TEXT
         self._is_checked = False
-        self._characters = 0
+        self._characters = self._checked_at = 0
 
     @property
     def engine(self) -> str:
@@ -106,10 +106,13 @@ class TextEncoder:
         return [(own, token_bytes(text, each.offsets)) for text, own, each in zip(texts, ids, encoded, strict=True)]
 
     def _check(self, texts: list[str]) -> None:
-        """Compare both libraries on the first texts, and on one text of each later call."""
+        """Compare both libraries on the first texts, and on one text now and then."""
         fast = self._fast
         if isinstance(fast, str) or not texts:
             return
+        if self._is_checked and self._characters - self._checked_at < CHECKED_EVERY:
+            return
+        self._checked_at = self._characters
         sample, size = [texts[len(texts) // 2][:CHECKED_LATER]], 0
         if not self._is_checked:
             sample = []
