@@ -954,8 +954,16 @@ trainer(job, default=True)"""
                 other.kill()
                 other.wait()
         for name in contenders_here:
-            run.add("C15", f"wall time of a step {when}", name, ours=found[when]["ours"], theirs=found[when][name], unit="ms", scale=1e3,
-                    goal=Goal(at_most=1.0) if name == "Trainer" and load else None)  # fmt: skip
+            run.add(
+                "C15",
+                f"wall time of a step {when}",
+                name,
+                ours=found[when]["ours"],
+                theirs=found[when][name],
+                unit="ms",
+                scale=1e3,
+                goal=Goal(at_most=1.0) if name == "Trainer" and load else None,
+            )
     run.samples["C15"] = found
 
 
