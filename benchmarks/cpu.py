@@ -946,7 +946,7 @@ trainer(job, default=True)"""
     found: dict[str, dict[str, list[float]]] = {}
     for load in (0, sizes.busy_programs):
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
-        when = f"beside {load} busy programs" if load else "on a quiet machine"
+        when = f"next to {load} busy programs" if load else "on a quiet machine"
         try:
             found[when] = {name: step_times(code, more, job.folder) for name, (code, more) in contenders_here.items()}
         finally:

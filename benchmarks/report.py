@@ -44,6 +44,7 @@ WHY: dict[str, str] = {
 }
 """Reasons, found by profiling, why a figure misses its goal; shown on the page when it does."""
 RENAMED = {
+    "of a step beside": "of a step next to",
     "of one core's fp32 matrix product,": "share of one core's speed in an fp32 matrix product,",
     "ours above the bare loop": "ours minus bare loop",
     "peak memory above what was there before the model,": "peak memory in addition to the memory at the start,",

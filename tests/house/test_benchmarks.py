@@ -67,7 +67,7 @@ def test_the_figures_of_saves_starts_and_a_busy_machine_are_measured(tmp_path: P
     assert len(found) == len(result["figures"])
     for name in ("ours", "torch.save", "safetensors", "torch.distributed.checkpoint"):
         assert ("C8", "CPU time of a checkpoint per GB of weights and moments", name) in found
-    for when in ("on a quiet machine", "beside 1 busy programs"):
+    for when in ("on a quiet machine", "next to 1 busy programs"):
         for name in ("ours", "Trainer"):
             assert ("C15", f"wall time of a step {when}", name) in found
     assert all(len(samples) == 2 for samples in result["samples"]["C15"]["on a quiet machine"].values())
