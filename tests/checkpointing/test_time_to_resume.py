@@ -45,15 +45,18 @@ def until_the_first_step(arguments: list[str], whole: Path, step: int, target: P
             done["calls for rows"] += 1
             return getitems(self, rows)
 
+        def shuffling(*given: Any) -> Any:
+            done["epochs shuffled"] += 1
+            return permutation(*given)
+
         def stepping(*given: Any, **keywords: Any) -> None:
             train_step(*given, **keywords)
-            done["epochs shuffled"] = permutation.cache_info().misses
             print(json.dumps({"step": keywords["step"], "seconds": time.monotonic() - began, **done}), flush=True)
             os._exit(0)
 
         acc_lm.rows.text_rows.Rows.__getitems__ = reading  # type: ignore[method-assign]
         acc_lm.training.train_step = stepping  # type: ignore[assignment]
-        permutation.cache_clear()
+        acc_lm.rows.order.permutation = shuffling
         return train.main([*arguments, f"output_dir={target}"])
 
     finished = Launch(run).wait(60)
