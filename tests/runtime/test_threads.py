@@ -104,10 +104,11 @@ def test_a_real_trial_ends_with_one_of_its_numbers(monkeypatch: pytest.MonkeyPat
 
 def test_a_checkpoint_s_number_is_kept_unless_the_user_sets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    keep_threads(accelerator(), None)
-    keep_threads(accelerator("meta"), 3)
+    assert keep_threads(accelerator(), None) == keep_threads(accelerator("meta"), 3) == []
+    assert keep_threads(accelerator(), before) == []
     assert torch.get_num_threads() == before
-    keep_threads(accelerator(), 3)
+    (line,) = keep_threads(accelerator(), 3)
+    assert line.startswith(f"3 threads, as in the checkpoint; OMP_NUM_THREADS={before} takes this machine's")
     assert torch.get_num_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     keep_threads(accelerator(), 2)
@@ -125,6 +126,7 @@ def test_a_resumed_run_keeps_the_threads_of_its_first_start(
     plant(monkeypatch, {1: (100, 1.0), 2: (50, 0.2)})  # the machine is busy now
     second = run_training([*tiny, "training.max_steps=4"])
     assert "threads, the best" not in second.output
+    assert "2 threads, as in the checkpoint" in second.output
     assert "threads per process, now" not in second.output
     assert json.loads((run / "checkpoints/step-00000004/state.json").read_text())["threads"] == 2
     assert not calls, "the trials were in the processes of the runs"

@@ -128,11 +128,11 @@ def find_start(accelerator: Accelerator, config: Config, mode: Mode) -> tuple[Fo
     found = find_checkpoint(accelerator, output_dir, config.checkpoint)
     if mode == Mode.TRAIN and resuming.is_complete(accelerator, output_dir, config):
         return None
-    runtime.keep_threads(accelerator, found.state.get("threads"))
+    kept = runtime.keep_threads(accelerator, found.state.get("threads"))
     evaluates = mode == Mode.EVAL_ONLY
     if evaluates and not found.checkpoint and not config.model.name_or_path:
         raise ConfigError(f"--eval-only must have model.name_or_path or a checkpoint in {output_dir}, got neither")
-    notes = [f"{folder} was skipped: {problem}" for folder, problem in found.damaged]
+    notes = [*(f"{folder} was skipped: {problem}" for folder, problem in found.damaged), *kept]
     if found.checkpoint:
         precision, num_processes = accelerator.mixed_precision, accelerator.num_processes
         notes += resuming.check_same_recipe(found.checkpoint, config, precision, num_processes, evaluates=evaluates)

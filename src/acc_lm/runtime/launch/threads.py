@@ -27,10 +27,20 @@ FASTER = 1.1
 """Factor by which more threads must be faster."""
 
 
-def keep_threads(accelerator: Accelerator, recorded: int | None) -> None:
-    """Use the number of threads that a checkpoint records, on which the bits of a run depend; the user's own number wins."""
-    if recorded and _may_choose(accelerator):
-        torch.set_num_threads(recorded)
+def keep_threads(accelerator: Accelerator, recorded: int | None) -> list[str]:
+    """Use the number of threads that a checkpoint records, on which the bits of a run depend; the user's own number wins.
+
+    Returns:
+        A line, if this machine would have given another number.
+    """
+    usual = torch.get_num_threads()
+    if not recorded or recorded == usual or not _may_choose(accelerator):
+        return []
+    torch.set_num_threads(recorded)
+    threads = f"{recorded} thread{'s' * (recorded > 1)}"
+    return [
+        f"{threads}, as in the checkpoint; OMP_NUM_THREADS={usual} takes this machine's, with results equal to rounding"
+    ]
 
 
 def choose_threads(accelerator: Accelerator, model: nn.Module, config: Config, recorded: int | None) -> list[str]:
