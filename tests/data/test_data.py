@@ -33,7 +33,7 @@ from acc_lm.rows.mixture import MixedRows
 from acc_lm.rows.order import RowOrder
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.corpus import open_corpus, python_stdlib_files
-from acc_lm.text.documents import Corpus, Document, Skipped, text_in
+from acc_lm.text.documents import Corpus, Document, Documents, Skipped, text_in
 from acc_lm.text.encoder import token_bytes
 from acc_lm.text.files import read_files
 from acc_lm.text.splitting import split_documents
@@ -142,8 +142,9 @@ def test_a_lone_document_is_cut_and_its_tail_held_out(tmp_path: Path) -> None:
 
 
 def split(texts: list[str], fraction: float, **more: Any) -> tuple[list[str], list[str], dict[str, Any]]:
-    corpus = Corpus("key", None, lambda skipped: (Document(text, None) for text in texts), None)
-    train, held_out, counts = split_documents(corpus, DataConfig(eval_fraction=fraction), **more)
+    corpus = Corpus("key", None, Documents(lambda skipped: (Document(text, None) for text in texts)), None)
+    split = split_documents(corpus, DataConfig(eval_fraction=fraction), **more)
+    train, held_out, counts = split.train, split.evaluation, split.counts
     sides = [[document.text for document in side()] for side in (train, held_out)]
     sizes = [sum(len(text.encode()) for text in side) for side in sides]
     assert [counts["train_bytes"], counts["eval_bytes"]] == sizes
@@ -715,7 +716,8 @@ def test_the_standard_library_is_found_without_its_tests() -> None:
     assert not any(
         {"test", "tests", "site-packages"} & set(file.parts) for file in files if "lib2to3" not in file.parts
     )
-    train, held_out, sizes = split_documents(open_corpus(DataConfig(), 0), DataConfig())
+    split = split_documents(open_corpus(DataConfig(), 0), DataConfig())
+    train, held_out, sizes = split.train, split.evaluation, split.counts
     names = [{document.file for document in side()} for side in (train, held_out)]
     assert not names[0] & names[1]
     assert sizes["eval_documents"] == len(names[1])

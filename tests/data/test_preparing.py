@@ -23,6 +23,7 @@ from acc_lm.evaluation.scoring import read_documents
 from acc_lm.reporting.rows import as_html, as_text, histogram
 from acc_lm.rows.packing import PackedRows
 from acc_lm.rows.text_rows import Rows
+from acc_lm.text import writing
 from acc_lm.text.parts import NO_PREPARATION, Preparation
 
 BYTE = TokenizerConfig(kind="byte")
@@ -197,26 +198,27 @@ def test_a_preparation_that_was_killed_goes_on_with_its_finished_parts(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = tmp_path / "seen"
-    encode = one_source.encode_part
+    encode = writing.encode_part
 
     def slow(*arguments: Any, **keys: Any) -> Any:
-        with seen.open("a") as file:
-            file.write("part\n")
-        time.sleep(0.05)
+        if not keys["with_bytes"]:  # the training documents of a part
+            with seen.open("a") as file:
+                file.write("part\n")
+            time.sleep(0.05)
         return encode(*arguments, **keys)
 
-    monkeypatch.setattr(one_source, "encode_part", slow)
+    monkeypatch.setattr(writing, "encode_part", slow)
     unfinished = tmp_path / "unfinished"
     pid = os.fork()
     if pid == 0:
         build(texts, tmp_path / "cache", Preparation(2, unfinished))
         os._exit(1)
-    while len(list(unfinished.glob("*/*.npz"))) < 4:
+    while len(list(unfinished.glob("*/text-*.npz"))) < 4:
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     time.sleep(0.3)  # the processes of the pool end with their parent
-    kept = [file for file in unfinished.glob("*/*.npz") if not file.name.startswith("tmp")]
+    kept = list(unfinished.glob("*/text-*.npz"))
     kept[0].write_bytes(kept[0].read_bytes()[:-50])  # one of them is damaged
     seen.unlink()
     data = build(texts, tmp_path / "cache", Preparation(2, unfinished))
@@ -229,9 +231,9 @@ def test_a_preparation_that_was_killed_goes_on_with_its_finished_parts(
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_process_that_is_killed_is_one_line(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_source, "encode_part", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(writing, "encode_part", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match="--processes must leave enough memory, got 2 and one was ended") as refusal:
-        build(texts, tmp_path / "cache", Preparation(2))
+        build(texts, tmp_path / "cache", Preparation(2, tmp_path / "unfinished"))
     assert refusal.value.exit_code == 4
 
 
@@ -248,7 +250,7 @@ def test_train_finds_what_was_prepared(
     keys = [f"data.cache_dir={tmp_path / 'cache'}", "data.eval_fraction=0.11"]
     assert main(["data", "prepare", str(tiny_recipe), "--processes", "2", *keys]) == 0
     assert "where train.py with the same data finds it" in capfd.readouterr().out
-    monkeypatch.setattr(one_source, "encode_part", None)
+    monkeypatch.setattr(writing, "encode_part", None)
     config = DataConfig(
         source="files",
         files=_files(tiny_recipe),

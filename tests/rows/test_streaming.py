@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -446,6 +447,7 @@ def test_a_dead_shard_is_named_and_nothing_is_lost(streamed: list[str], shards: 
 
 def test_a_stream_that_reaches_its_end_begins_again_and_says_so(streamed: list[str], tmp_path: Path) -> None:
     finished = run_training([*streamed, "training.max_steps=40"])
+    assert re.search(r"encoder +tiktoken", finished.output), "the readers' choice, whatever the held-out text is"
     assert "reached its end, pass 1; it continues with its first shard" in finished.output
     assert "train/epoch" not in read(tmp_path / "run")[0]
 

@@ -9,7 +9,7 @@ and counts documents also handles records.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from acc_lm.config import DataConfig, Format
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.text.corpus import columns_of
 from acc_lm.text.documents import Document, Skipped
-from acc_lm.text.parts import NO_PREPARATION, PART_OF_CONVERSATIONS, Encoded, Encoder, Preparation
+from acc_lm.text.parts import PART_OF_CONVERSATIONS, Encoded, Encoder, in_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,68 +169,50 @@ def count_conversations(plan: ChatPlan, tokenizer: PreTrainedTokenizerBase) -> E
     return count
 
 
-def write_items(
-    documents: Iterator[Document],
-    plan: ChatPlan,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    split: str,
-    dtype: type[np.unsignedinteger],
-    *,
-    with_bytes: bool,
-    progress: Callable[[int], object],
-    preparation: Preparation = NO_PREPARATION,
-) -> ItemCounts:
-    """Tokenise the conversations of one split into `folder` and return their counts.
+class ItemWriter:
+    """Writer of the items of one split; `encode` runs in any process, `add` in order in one.
 
     Args:
+        folder: place of the files `<split>{,_targets,_offsets,_bytes}.bin`.
+        dtype: type of an id on disk.
         with_bytes: also write the UTF-8 bytes of text in each run of targets, at the first target of the run.
-        progress: called with the size of each record in bytes.
-
-    Raises:
-        DataError: the template cannot write a conversation in a form that can be learned exactly.
     """
-    encode = _encoder(plan, tokenizer, dtype, with_bytes)
-    counts, lengths, targets = ItemCounts(), [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
-    with (folder / f"{split}.bin").open("wb") as ids_file, (folder / f"{split}_bytes.bin").open("wb") as bytes_file:
-        for part in preparation.encode(split, documents, encode, PART_OF_CONVERSATIONS):
-            ids_file.write(part["ids"].tobytes())
-            if "bytes" in part:
-                bytes_file.write(part["bytes"].tobytes())
-            targets.append(part["is_target"])
-            lengths.append(part["lengths"])
-            counts += ItemCounts(*part["counts"].tolist())
-            progress(int(part["num_bytes"]))
-        for file in (ids_file, bytes_file):
-            flush_file(file)
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-    bits = np.packbits(np.concatenate(targets), bitorder="little")
-    for name, array in ((f"{split}_targets.bin", bits), (f"{split}_offsets.bin", offsets)):
-        with (folder / name).open("wb") as file:
-            file.write(array.tobytes())
-            flush_file(file)
-    return counts
 
+    def __init__(
+        self,
+        plan: ChatPlan,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        split: str,
+        dtype: type[np.unsignedinteger],
+        *,
+        with_bytes: bool = False,
+    ) -> None:
+        self._plan, self._tokenizer, self._template = plan, tokenizer, template_of(plan, tokenizer)
+        self._folder, self._split, self._dtype, self._with_bytes = folder, split, dtype, with_bytes
+        self._ids, self._bytes = ((folder / f"{split}{kind}.bin").open("wb") for kind in ("", "_bytes"))
+        self._lengths, self._targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
+        self.counts = ItemCounts()
 
-def _encoder(
-    plan: ChatPlan, tokenizer: PreTrainedTokenizerBase, dtype: type[np.unsignedinteger], with_bytes: bool
-) -> Encoder:
-    """Build the function that encodes some conversations, for `write_items`."""
-    template = template_of(plan, tokenizer)
+    def encode(self, part: list[Document]) -> Encoded:
+        """Arrays of some conversations, for `add`.
 
-    def encode(part: list[Document]) -> Encoded:
+        Raises:
+            DataError: the template cannot write a conversation in a form that can be learned exactly.
+        """
         items: list[Item] = []
         counts = ItemCounts()
+        plan, tokenizer = self._plan, self._tokenizer
         for document in part:
-            more, count = build_items(plan.open(document), tokenizer, template, plan.train_on, plan.max_length)
+            more, count = build_items(plan.open(document), tokenizer, self._template, plan.train_on, plan.max_length)
             items, counts = items + more, counts + count
         is_target = [np.asarray(item.is_target, dtype=bool) for item in items]
         sizes = [
             bytes_of_targets(item.ids, flags, tokenizer)
-            for item, flags in zip(items if with_bytes else [], is_target, strict=False)
+            for item, flags in zip(items if self._with_bytes else [], is_target, strict=False)
         ]
         encoded = {
-            "ids": np.array([number for item in items for number in item.ids], dtype=dtype),
+            "ids": np.array([number for item in items for number in item.ids], dtype=self._dtype),
             "is_target": np.concatenate(is_target) if items else np.zeros(0, dtype=bool),
             "lengths": np.array([len(item.ids) for item in items], dtype=np.int64),
             "counts": np.array(astuple(counts), dtype=np.int64),
@@ -238,7 +220,33 @@ def _encoder(
         }
         return encoded | ({"bytes": np.concatenate(sizes)} if sizes else {})
 
-    return encode
+    def add(self, encoded: Encoded) -> None:
+        """Write the arrays of some conversations."""
+        self._ids.write(encoded["ids"].tobytes())
+        if "bytes" in encoded:
+            self._bytes.write(encoded["bytes"].tobytes())
+        self._targets.append(encoded["is_target"])
+        self._lengths.append(encoded["lengths"])
+        self.counts += ItemCounts(*encoded["counts"].tolist())
+
+    def finish(self) -> ItemCounts:
+        """Close the files once their content is on disk; return the counts of the split."""
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(self._lengths))]).astype(np.int64)
+        bits = np.packbits(np.concatenate(self._targets), bitorder="little")
+        for file in (self._ids, self._bytes):
+            flush_file(file)
+            file.close()
+        for name, array in ((f"{self._split}_targets.bin", bits), (f"{self._split}_offsets.bin", offsets)):
+            with (self._folder / name).open("wb") as file:
+                file.write(array.tobytes())
+                flush_file(file)
+        return self.counts
+
+    def write(self, documents: Iterable[Document]) -> ItemCounts:
+        """Write all conversations of a split and return their counts."""
+        for part in in_parts(documents, PART_OF_CONVERSATIONS):
+            self.add(self.encode(part))
+        return self.finish()
 
 
 def bytes_of_targets(ids: list[int], is_target: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -15,7 +15,7 @@ from acc_lm.cache import cache_folder, make_once, write_facts
 from acc_lm.config import DataConfig, TokenizerConfig
 from acc_lm.data.dataset import FORMER, ROWS_FORMAT, Data, DataFacts, tokenizer_key
 from acc_lm.data.mixtures import build_mixture, config_of_source, naming_source
-from acc_lm.data.one_source import build_source, facts_in, has_former_ids, open_text, with_sets, write_text
+from acc_lm.data.one_source import build_source, facts_in, has_former_ids, open_text, with_sets
 from acc_lm.errors import ConfigError, DataError
 from acc_lm.rows.stream_reader import open_shards
 from acc_lm.rows.streams import StreamRows
@@ -29,9 +29,13 @@ from acc_lm.text.tokenizer import (
     id_dtype,
     make_tokenizer,
 )
+from acc_lm.text.writing import TextWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+A_LOT = 1 << 40
+"""Characters of a stream, whose length is unknown."""
 
 
 def build_data(
@@ -119,13 +123,15 @@ def _build_stream(
                 files.extend([document.file] if document.file else [])
                 yield document
 
-        num_tokens = write_text(
-            documents(), build_encoder(tokenizer), id_dtype(count_ids(tokenizer)), work, "eval", with_bytes=True
-        )
+        encoder, dtype = build_encoder(tokenizer), id_dtype(count_ids(tokenizer))
+        num_tokens = TextWriter(encoder, work, "eval", dtype, with_bytes=True).write(documents())
         if num_tokens < 2:
             raise DataError("data: the held-out text must have at least one target, got none; add text")
         num_ids = count_ids(tokenizer)
-        facts = DataFacts(num_ids, 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files))
+        encoder.expect(A_LOT)  # of training text, which the readers encode
+        facts = DataFacts(
+            num_ids, 0, 0, 0, len(sizes), sum(sizes), num_tokens, eval_files=tuple(files), encoder=encoder.engine
+        )
         corpus.check()
         write_facts(work, asdict(facts))
 
@@ -137,13 +143,9 @@ def _build_stream(
     def key_of(form: str, text: str) -> str:
         return hash_text(repr((form, "stream", text, made_by, config.text_column, config.skip_bad_rows)))
 
-    data = Data(
-        StreamRows(config, tokenizer, seed),
-        open_text(folder, id_dtype(facts.vocab_size), config.sequence_length, end),
-        tokenizer,
-        replace(facts, source={"streams": about}),
-        key_of(ROWS_FORMAT, shards.key + corpus.key),
-    )
+    held_out = open_text(folder, id_dtype(facts.vocab_size), config.sequence_length, end)
+    facts, key = replace(facts, source={"streams": about}), key_of(ROWS_FORMAT, shards.key + corpus.key)
+    data = Data(StreamRows(config, tokenizer, seed), held_out, tokenizer, facts, key)
     if shards.former_key is not None and has_former_ids(data, None):
         data = replace(data, former_key=key_of(FORMER, shards.former_key))
     return with_sets(data, config, None, is_main_process)

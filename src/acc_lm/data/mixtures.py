@@ -136,8 +136,8 @@ def _shared_tokenizer(
     def texts() -> Iterator[str]:
         for name, part, plan, corpus in zip(names, configs, plans, corpora, strict=True):
             with naming_source(name):
-                train, _, _ = split_documents(corpus, part, can_cut=plan is None)
-                yield from plan.texts(train()) if plan else (document.text for document in train())
+                train = split_documents(corpus, part, can_cut=plan is None).train()
+                yield from plan.texts(train) if plan else (document.text for document in train)
 
     def make(work: Path) -> None:
         make_tokenizer(tokenizer_config, texts()).save_pretrained(work / "tokenizer")

@@ -6,8 +6,8 @@ import gzip
 import lzma
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from acc_lm.cache import cache_folder, flush_file, make_once, read_facts, write_facts
-from acc_lm.chat.conversations import ChatPlan, count_conversations, plan_of, template_of, write_items
+from acc_lm.cache import cache_folder, make_once, read_facts, write_facts
+from acc_lm.chat.conversations import ChatPlan, ItemWriter, count_conversations, plan_of, template_of
 from acc_lm.chat.items import ItemCounts, check, describe
 from acc_lm.chat.template import DAY
 from acc_lm.config import DataConfig, TokenizerConfig
@@ -28,12 +28,11 @@ from acc_lm.rows.packing import PackedRows, open_rows
 from acc_lm.rows.text_rows import Rows
 from acc_lm.text.contents import check_content, content_keys
 from acc_lm.text.corpus import open_corpus
-from acc_lm.text.documents import Corpus, Document, Skipped, hash_text, text_in
-from acc_lm.text.encoder import TextEncoder
+from acc_lm.text.documents import Corpus, Document, Documents, Skipped, hash_text, text_in
 from acc_lm.text.files import read_files
 from acc_lm.text.locations import find_files
-from acc_lm.text.parts import NO_PREPARATION, PART_OF_TEXT, Encoded, Encoder, Preparation
-from acc_lm.text.splitting import split_documents
+from acc_lm.text.parts import NO_PREPARATION, PART_OF_CONVERSATIONS, PART_OF_TEXT, Encoded, Encoder, Preparation
+from acc_lm.text.splitting import Split, split_documents
 from acc_lm.text.tokenizer import (
     PIECE,
     build_encoder,
@@ -44,6 +43,7 @@ from acc_lm.text.tokenizer import (
     make_tokenizer,
     text_encoder,
 )
+from acc_lm.text.writing import TextWriter, Writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +126,7 @@ def until_limit(
     if max_tokens is None:
         return corpus
     count = count_text(tokenizer) if plan is None else count_conversations(plan, tokenizer)
-    parts = preparation.encode("count", corpus.train(Skipped(config.skip_bad_rows)), count, PART_OF_TEXT)
+    parts = preparation.encode("count", corpus.train, config.skip_bad_rows, count, PART_OF_TEXT)
     num_documents = num_ids = 0
     disable = None if show_progress else True
     with closing(parts), tqdm(total=max_tokens, unit="tok", unit_scale=True, desc="count", disable=disable) as bar:
@@ -139,7 +139,8 @@ def until_limit(
                 break
     about = f"{num_documents:,} documents of {num_ids:,} tokens, because data.max_tokens is {max_tokens:,}"
     facts = corpus.facts | ({"ended": about} if num_ids >= max_tokens else {})
-    return replace(corpus, train=lambda skipped: islice(corpus.train(skipped), num_documents), facts=facts)
+    train = Documents(lambda skipped: islice(corpus.train(skipped), num_documents))
+    return replace(corpus, train=train, facts=facts)
 
 
 def count_text(tokenizer: PreTrainedTokenizerBase) -> Encoder:
@@ -237,11 +238,9 @@ def _open_set(
 
         about, item_counts = "", {}
         if plan is None:
-            tokens = write_text(documents(), build_encoder(tokenizer), dtype, work, "eval", with_bytes=True)
+            tokens = TextWriter(build_encoder(tokenizer), work, "eval", dtype, with_bytes=True).write(documents())
         else:
-            counts = write_items(
-                documents(), plan, tokenizer, work, "eval", dtype, with_bytes=True, progress=lambda _: None
-            )
+            counts = ItemWriter(plan, tokenizer, work, "eval", dtype, with_bytes=True).write(documents())
             tokens, about, item_counts = counts.ids, describe(counts), asdict(counts)
         check_content(files, config.text_column, files_key)
         write_facts(work, asdict(SetFacts(len(sizes), sum(sizes), tokens, about, key, item_counts)))
@@ -295,50 +294,35 @@ def _build(
     show_progress: bool,
     preparation: Preparation,
 ) -> None:
-    train, evaluation, sizes = split_documents(corpus, config)
+    split = split_documents(corpus, config, preparation=preparation)
+    sizes = split.counts
     # A token stands for at least one byte, so bytes bound the tokens before any tokenizer is trained.
     _check_amount(
         sizes["train_bytes"] + sizes["train_documents"], config.sequence_length, global_batch_size, exact=False
     )
     if tokenizer is None:
-        tokenizer = make_tokenizer(tokenizer_config, (document.text for document in train()))
+        tokenizer = make_tokenizer(tokenizer_config, (document.text for document in split.train()))
         tokenizer.save_pretrained(work / "tokenizer")
     vocab_size, encoder = count_ids(tokenizer), build_encoder(tokenizer)
     if preparation.num_processes:  # the processes inherit the decision
         encoder.expect(sizes["train_bytes"])
     dtype = id_dtype(vocab_size)
-    total = sizes["train_bytes"] + sizes["eval_bytes"]
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
-        train_tokens = write_text(
-            train(), encoder, dtype, work, "train", with_bytes=False, progress=bar.update, preparation=preparation
-        )
-        eval_files: list[str] = []
-        eval_text: list[bytes] = []
-        keep_text = sizes["eval_bytes"] <= COMPRESS_LIMIT
-
-        def noted() -> Iterator[Document]:
-            for document in evaluation():
-                if document.file:
-                    eval_files.append(document.file)
-                if keep_text:
-                    eval_text.append(document.text.encode())
-                yield document
-
-        eval_tokens = write_text(
-            noted(), encoder, dtype, work, "eval", with_bytes=True, progress=bar.update, preparation=preparation
-        )
+    keep_text = sizes["eval_bytes"] <= COMPRESS_LIMIT
+    train = TextWriter(encoder, work, "train", dtype)
+    evaluation = TextWriter(encoder, work, "eval", dtype, with_bytes=True, keep_text=keep_text)
+    _write_split(split, train, evaluation, PART_OF_TEXT, show_progress, preparation)
+    train_tokens, eval_tokens = train.finish(), evaluation.finish()
     if eval_tokens < 2:
         raise DataError(
             "data: the held-out text must have at least one target, got none; raise data.eval_fraction or add text"
         )
-    stream = b"".join(eval_text)
     facts = DataFacts(
         vocab_size=vocab_size,
         train_tokens=train_tokens,
         eval_tokens=eval_tokens,
-        eval_files=tuple(eval_files),
-        gzip_bytes=len(gzip.compress(stream, 9)) if keep_text else None,
-        xz_bytes=len(lzma.compress(stream, preset=9)) if keep_text else None,
+        eval_files=tuple(evaluation.files),
+        gzip_bytes=len(gzip.compress(evaluation.text, 9)) if keep_text else None,
+        xz_bytes=len(lzma.compress(evaluation.text, preset=9)) if keep_text else None,
         source=corpus.facts,
         encoder=encoder.engine,
         **sizes,
@@ -346,39 +330,32 @@ def _build(
     write_facts(work, asdict(facts))
 
 
-def write_text(
-    documents: Iterator[Document],
-    encoder: TextEncoder,
-    dtype: type[np.unsignedinteger],
-    work: Path,
-    split: str,
-    *,
-    with_bytes: bool,
-    progress: Callable[[int], object] = lambda _: None,
-    preparation: Preparation = NO_PREPARATION,
-) -> int:
-    """Tokenise the text of one split into `work`, each document followed by the end token; return the number of ids."""
-    num_tokens = 0
+def _write_split(
+    split: Split, train: Writer, evaluation: Writer, size: int, show_progress: bool, preparation: Preparation
+) -> None:
+    """Encode all documents of a split in one pass over each of its texts.
 
-    def encode(part: list[Document]) -> Encoded:
-        ids, byte_counts, _ = encode_part(part, encoder, with_bytes=with_bytes)
-        num_bytes = sum(len(document.text.encode()) for document in part)
-        sizes = {"bytes": byte_counts} if with_bytes else {}
-        return {"ids": ids.astype(dtype), "num_bytes": np.array(num_bytes)} | sizes
+    Args:
+        size: characters of a part, at least.
+    """
+    writers = {"train": train, "eval": evaluation}
+    total = split.counts["train_bytes"] + split.counts["eval_bytes"]
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
+        for name, text in split.texts.items():
 
-    with ExitStack() as stack:
-        ids_file = stack.enter_context((work / f"{split}.bin").open("wb"))
-        bytes_file = stack.enter_context((work / f"{split}_bytes.bin").open("wb")) if with_bytes else None
-        for part in preparation.encode(split, documents, encode, PART_OF_TEXT):
-            ids_file.write(part["ids"].tobytes())
-            if bytes_file:
-                bytes_file.write(part["bytes"].tobytes())
-            num_tokens += len(part["ids"])
-            progress(int(part["num_bytes"]))
-        for file in (ids_file, bytes_file):
-            if file:
-                flush_file(file)
-    return num_tokens
+            def encode(part: list[Document], text: Documents = text) -> Encoded:
+                encoded: Encoded = {}
+                for (side, writer), documents in zip(writers.items(), split.divide(part, text), strict=True):
+                    if documents:
+                        encoded |= {f"{side}.{key}": array for key, array in writer.encode(documents).items()}
+                return encoded
+
+            for encoded in preparation.encode(name, text, split.num_skipped, encode, size):
+                for side, writer in writers.items():
+                    own = {key.removeprefix(f"{side}."): encoded[key] for key in encoded if key.startswith(side)}
+                    if own:
+                        writer.add(own)
+                        bar.update(int(own["num_bytes"]))
 
 
 def _build_conversations(
@@ -392,36 +369,24 @@ def _build_conversations(
     show_progress: bool,
     preparation: Preparation,
 ) -> None:
-    train, evaluation, sizes = split_documents(corpus, config, can_cut=False)
+    split = split_documents(corpus, config, False, preparation)
     if tokenizer is None:
-        tokenizer = make_tokenizer(tokenizer_config, plan.texts(train()))
+        tokenizer = make_tokenizer(tokenizer_config, plan.texts(split.train()))
         tokenizer.save_pretrained(work / "tokenizer")
     dtype = id_dtype(count_ids(tokenizer))
-    total = sizes["train_bytes"] + sizes["eval_bytes"]
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenise", disable=None if show_progress else True) as bar:
-        counts = {
-            split: write_items(
-                documents(),
-                plan,
-                tokenizer,
-                work,
-                split,
-                dtype,
-                with_bytes=split == "eval",
-                progress=bar.update,
-                preparation=preparation,
-            )
-            for split, documents in (("train", train), ("eval", evaluation))
-        }
+    train = ItemWriter(plan, tokenizer, work, "train", dtype)
+    evaluation = ItemWriter(plan, tokenizer, work, "eval", dtype, with_bytes=True)
+    _write_split(split, train, evaluation, PART_OF_CONVERSATIONS, show_progress, preparation)
+    counts = {"train": train.finish(), "eval": evaluation.finish()}
     facts = DataFacts(
         vocab_size=count_ids(tokenizer),
         train_tokens=counts["train"].ids,
         eval_tokens=counts["eval"].ids,
         format=plan.format,
         conversations=f"{plan.format}, trained on {plan.train_on}: {describe(counts['train'])}",
-        item_counts={split: asdict(count) for split, count in counts.items()},
+        item_counts={side: asdict(count) for side, count in counts.items()},
         has_roles=any(count.plain < count.conversations for count in counts.values()),
         source=corpus.facts,
-        **sizes,
+        **split.counts,
     )
     write_facts(work, asdict(facts))

@@ -121,8 +121,7 @@ def read_documents(
         )
     corpus = until_limit(corpus, config, tokenizer, plan)
     if held_out:
-        _, evaluation, _ = split_documents(corpus, config, can_cut=plan is None)
-        documents = evaluation()
+        documents = split_documents(corpus, config, can_cut=plan is None).evaluation()
     else:
         documents = corpus.train(Skipped(config.skip_bad_rows))
     documents = _counted(documents, progress)

@@ -267,7 +267,7 @@ def _count_bits(bits: np.ndarray, item_offsets: np.ndarray) -> np.ndarray:
 
 
 def open_rows(folder: Path, split: str, dtype: type[np.unsignedinteger], config: DataConfig) -> PackedRows:
-    """Open the rows of a split that `write_items` wrote, with several items or one in each, as the recipe says."""
+    """Open the rows of a split that `ItemWriter` wrote, with several items or one in each, as the recipe says."""
 
     def load(name: str, kind: Any) -> np.ndarray:
         return np.memmap(folder / name, dtype=kind, mode="r")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ from acc_lm.config import DataConfig
 from acc_lm.errors import DataError, first_line
 from acc_lm.launcher import is_main_process
 from acc_lm.text.contents import check_content, content_keys, remembered, total_size
-from acc_lm.text.documents import Corpus, Document, Skipped, TextReader, hash_text, text_in
+from acc_lm.text.documents import Corpus, Document, Documents, Skipped, Stretch, TextReader, hash_text, text_in
 from acc_lm.text.files import (
     as_written,
     has_records,
-    read_files,
     records_in,
     whole_files,
 )
 from acc_lm.text.locations import find_files, saved_tables
+from acc_lm.text.stretches import documents_in, stretches_of
 from acc_lm.text.synthetic import synthetic_corpus
+
+RECORDS = 2_000
+"""Records of a dataset that one process reads at a time."""
 
 
 def open_corpus(config: DataConfig, seed: int, read: TextReader | None = None) -> Corpus:
@@ -44,7 +47,13 @@ def open_corpus(config: DataConfig, seed: int, read: TextReader | None = None) -
     if config.source == "python_stdlib":
         files = python_stdlib_files()
         size = total_size(files)
-        return Corpus(*content_keys(files, "utf-8", config.cache_dir), lambda skipped: whole_files(files), None, size)
+        modules = Documents(
+            lambda _: whole_files(files),
+            lambda: stretches_of(files),
+            lambda stretch, _: whole_files(list(stretch.files)),
+            size,
+        )
+        return Corpus(*content_keys(files, "utf-8", config.cache_dir), modules, None, size)
     train_files = find_files(config.files, "data.files", config.cache_dir)
     eval_files = find_files(config.eval_files, "data.eval_files", config.cache_dir) if config.eval_files else []
     only_records, reader = read is not None, read or text_in(config.text_column)
@@ -58,8 +67,8 @@ def open_corpus(config: DataConfig, seed: int, read: TextReader | None = None) -
     return Corpus(
         key="".join(key for _, key, _ in sides),
         former_key=None if None in former_keys else "".join(map(str, former_keys)),
-        train=lambda skipped: read_files(train_files, reader, skipped, only_records),
-        evaluation=(lambda skipped: read_files(eval_files, reader, skipped, only_records)) if eval_files else None,
+        train=documents_in(train_files, reader, only_records),
+        evaluation=documents_in(eval_files, reader, only_records) if eval_files else None,
         num_bytes=total_size(train_files + eval_files),
         check=check,
     )
@@ -152,16 +161,25 @@ def _hub_corpus(config: DataConfig, read: TextReader | None) -> Corpus:
             )
         return dataset.select_columns([config.text_column])
 
-    def documents(dataset: Any, split: str) -> Callable[[Skipped], Iterator[Document]]:
-        def iterate(skipped: Skipped) -> Iterator[Document]:
-            schema = dataset.features.arrow_schema
-            for number, record in enumerate(dataset, start=1):
+    def documents(dataset: Any, split: str) -> Documents:
+        schema = dataset.features.arrow_schema
+
+        def read_records(skipped: Skipped, records: Any, first: int = 1) -> Iterator[Document]:
+            for number, record in enumerate(records, start=first):
                 place = f"{config.dataset} ({split}): record {number}"
                 text = reader(as_written(record, schema), place, skipped)
                 if text is not None:
                     yield Document(text, None, place)
 
-        return iterate
+        def stretches() -> Iterator[Stretch]:
+            for begin in range(0, len(dataset), RECORDS):
+                yield Stretch((), begin, min(begin + RECORDS, len(dataset)), begin + 1)
+
+        return Documents(
+            lambda skipped: read_records(skipped, dataset),
+            stretches,
+            lambda part, skipped: read_records(skipped, dataset.select(range(part.begin, part.end or 0)), part.first),
+        )
 
     train = load(config.dataset_split)
     evaluation = load(config.eval_split) if config.eval_split else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -35,6 +36,36 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Consecutive documents that one process can read: some files of a corpus, or a part of one."""
+
+    files: tuple[Path, ...] = ()
+    begin: int = 0
+    """First byte, row group or record of a part."""
+    end: int | None = None
+    """End of a part; None: all of the files."""
+    first: int = 1
+    """Number of the first line or record, for error messages."""
+    num_bytes: int = 0
+    """Size on disk."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of a text, to be read in one pass, or stretch by stretch in several processes."""
+
+    read: Callable[[Skipped], Iterator[Document]]
+    stretches: Callable[[], Iterator[Stretch]] | None = None
+    """Function that cuts the text, in order; None if only one process can read it."""
+    read_stretch: Callable[[Stretch, Skipped], Iterator[Document]] | None = None
+    num_bytes: int = 0
+    """Size on disk."""
+
+    def __call__(self, skipped: Skipped) -> Iterator[Document]:
+        return self.read(skipped)
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Text of a recipe before it is tokenised."""
 
@@ -42,9 +73,9 @@ class Corpus:
     """Hash of the content: equal content has an equal key, wherever it is stored."""
     former_key: str | None
     """Key in the formats up to rows-1, which also hashed names and times; None if they read the text differently."""
-    train: Callable[[Skipped], Iterator[Document]]
-    evaluation: Callable[[Skipped], Iterator[Document]] | None
-    """Reader of the held-out documents; None: a share of `train` is held out."""
+    train: Documents
+    evaluation: Documents | None
+    """The held-out documents; None: a share of `train` is held out."""
     num_bytes: int | None = None
     """Size on disk, for the progress bar."""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_lm.errors import DataError
-from acc_lm.text.documents import Document, Skipped, TextReader
+from acc_lm.text.documents import Document, Skipped, Stretch, TextReader
 from acc_lm.text.opening import is_compressed, opened, read_bytes, reading, suffix_of
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
@@ -20,6 +20,7 @@ TABLES = (".parquet", ".arrow")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 BINARY = 1 << 16  # first bytes of a text file in which a zero byte is looked for
 JSON_LINES = 20  # first lines of a text file that are checked for JSON
+_ALL = Stretch()
 LONGEST_LINE = 100_000_000  # maximum bytes of a record; a file without line breaks would otherwise fill the memory
 
 
@@ -111,19 +112,24 @@ def _decode(raw: bytes, place: str) -> str:
         ) from None
 
 
-def records_in(file: Path) -> Iterator[tuple[str, Any]]:
-    """Pairs (place for error messages, record) of a file."""
+def records_in(file: Path, part: Stretch | None = None) -> Iterator[tuple[str, Any]]:
+    """Pairs (place for error messages, record) of a file, or of a part of a file of JSON lines or Parquet."""
     reader = dict(zip(RECORD_SUFFIXES, (_jsonl, _jsonl, _json, _csv, _parquet, _arrow), strict=True))
     suffix = suffix_of(file)
     if suffix in TABLES and is_compressed(file):
         raise DataError(f"{file} must be a {suffix} file as it is, got one compressed once more; decompress it")
     with reading(file):
-        yield from reader[suffix](file)
+        yield from reader[suffix](file, *([] if part is None else [part]))
 
 
-def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    with opened(file) as lines:
-        for number, raw in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
+def _jsonl(file: Path, part: Stretch = _ALL) -> Iterator[tuple[str, Any]]:
+    with opened(file) as stream:
+        if part.begin:
+            stream.seek(part.begin)
+        lines = iter(lambda: stream.readline(LONGEST_LINE + 1), b"")
+        if part.end is not None:
+            lines = _until(part.end - part.begin, lines)
+        for number, raw in enumerate(lines, start=part.first):
             place = f"{file}:{number}"
             if len(raw) > LONGEST_LINE:
                 raise DataError(
@@ -143,6 +149,12 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
                     raise DataError(
                         f"{place}: must be a JSON object, got {line.strip()[:80]!r} ({why}); correct that line"
                     ) from None
+
+
+def _until(size: int, lines: Iterator[bytes]) -> Iterator[bytes]:
+    while size > 0 and (line := next(lines, b"")):
+        size -= len(line)
+        yield line
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
@@ -185,12 +197,13 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{file}:{begin}: must be CSV, got: {problem}; correct that line") from None
 
 
-def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+def _parquet(file: Path, part: Stretch = _ALL) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
+    groups = None if part.end is None else range(part.begin, part.end)
     try:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
-        yield from _arrow_batches(file, table.iter_batches(batch_size=1024))
+        yield from _arrow_batches(file, table.iter_batches(batch_size=1024, row_groups=groups), part.first)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a corrupt page is an OSError
         raise _no_table(file, "a Parquet file", error) from None
 
@@ -219,8 +232,8 @@ def _no_table(file: Path, kind: str, error: Exception) -> Exception:
     return DataError(f"{file} must be {kind}, got {' '.join(str(error).split())[:120]}; write the file again")
 
 
-def _arrow_batches(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
-    number = 0
+def _arrow_batches(file: Path, batches: Any, first: int = 1) -> Iterator[tuple[str, Any]]:
+    number = first - 1
     for batch in batches:
         _check_names(batch.schema.names, str(file))
         batch.validate(full=True)  # offsets and lengths of a damaged file could point anywhere

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,62 @@ import xxhash
 
 from acc_lm.config import DataConfig
 from acc_lm.errors import DataError
-from acc_lm.text.documents import Corpus, Document, Skipped
+from acc_lm.text.documents import Corpus, Document, Documents, Skipped
+from acc_lm.text.parts import NO_PREPARATION, PART_OF_TEXT, Encoded, Preparation, in_parts
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and held-out documents of a corpus."""
+
+    corpus: Corpus
+    num_skipped: int
+    counts: dict[str, Any]
+    held_out: frozenset[int] = frozenset()
+    """Content hashes of the held-out documents."""
+    cut: int | None = None
+    """Content hash of the document whose tail is held out."""
+    place: int = 0
+    """First character of that tail."""
+
+    def train(self) -> Iterator[Document]:
+        """The training documents."""
+        return self._side(0, self.corpus.train)
+
+    def evaluation(self) -> Iterator[Document]:
+        """The held-out documents."""
+        return self._side(1, self.corpus.evaluation or self.corpus.train)
+
+    def _side(self, side: int, documents: Documents) -> Iterator[Document]:
+        for document in documents(Skipped(self.num_skipped)):
+            part = self.divide([document], documents)[side]
+            yield from part
+
+    @property
+    def texts(self) -> dict[str, Documents]:
+        """Texts that have to be read for both sides."""
+        evaluation = {} if self.corpus.evaluation is None else {"held-out": self.corpus.evaluation}
+        return {"text": self.corpus.train} | evaluation
+
+    def divide(self, documents: list[Document], text: Documents) -> tuple[list[Document], list[Document]]:
+        """Training and held-out documents among some of one of the `texts`."""
+        if self.corpus.evaluation is not None:
+            return ([], documents) if text is self.corpus.evaluation else (documents, [])
+        train, held_out = [], []
+        for document in documents:
+            content = _content_hash(document.text)[0]
+            if content == self.cut:
+                train.append(replace(document, text=document.text[: self.place]))
+                held_out.append(replace(document, text=document.text[self.place :]))
+            else:
+                (held_out if content in self.held_out else train).append(document)
+        return train, held_out
 
 
 def split_documents(
-    corpus: Corpus, config: DataConfig, can_cut: bool = True
-) -> tuple[Callable[[], Iterator[Document]], Callable[[], Iterator[Document]], dict[str, Any]]:
-    """Split a corpus into training and held-out documents: (train, evaluation, counts).
+    corpus: Corpus, config: DataConfig, can_cut: bool = True, preparation: Preparation = NO_PREPARATION
+) -> Split:
+    """Split a corpus into training and held-out documents.
 
     If the corpus has no separate held-out text, the documents with the smallest content hashes are held out until
     `eval_fraction` of the bytes is reached, so equal documents stay in one split and neither order nor seed matters.
@@ -30,27 +78,18 @@ def split_documents(
         DataError: there is no document, or no document can be held out.
     """
     skipped = Skipped(config.skip_bad_rows)
-    hashes, sizes = _hash_documents(corpus.train(skipped))
+    hashes, sizes = _hash_documents("hash", corpus.train, skipped, preparation)
     if len(hashes) == 0:
         raise DataError("data: the text must have at least one document, got none; add text")
-
-    def again(read: Callable[[Skipped], Iterator[Document]]) -> Iterator[Document]:
-        return read(Skipped(config.skip_bad_rows))
-
-    shared, as_in_rows_1 = 0, True
-    if corpus.evaluation is not None:
-        read_evaluation = corpus.evaluation
-        eval_skipped = Skipped(config.skip_bad_rows)
-        eval_hashes, eval_sizes = _hash_documents(read_evaluation(eval_skipped))
-        skipped.count += eval_skipped.count
-        shared = int(np.isin(eval_hashes, hashes).sum())
-        train = lambda: again(corpus.train)  # noqa: E731
-        evaluation = lambda: again(read_evaluation)  # noqa: E731
-        train_sizes = sizes
+    if corpus.evaluation is None:
+        split, train_sizes, eval_sizes, as_in_rows_1 = _hold_out(corpus, hashes, sizes, config, can_cut)
+        shared = 0
     else:
-        train, evaluation, train_sizes, eval_sizes, as_in_rows_1 = _hold_out(
-            lambda: again(corpus.train), hashes, sizes, config.eval_fraction, can_cut
-        )
+        eval_skipped = Skipped(config.skip_bad_rows)
+        eval_hashes, eval_sizes = _hash_documents("hash-held-out", corpus.evaluation, eval_skipped, preparation)
+        skipped.count += eval_skipped.count
+        split, train_sizes, as_in_rows_1 = Split(corpus, config.skip_bad_rows, {}), sizes, True
+        shared = int(np.isin(eval_hashes, hashes).sum())
     counts = {
         "train_documents": len(train_sizes),
         "train_bytes": int(train_sizes.sum()),
@@ -61,45 +100,34 @@ def split_documents(
         "as_in_rows_1": as_in_rows_1,
         "longest_document": int(np.concatenate([train_sizes, eval_sizes]).max()),
     }
-    return train, evaluation, counts
+    return replace(split, counts=counts)
 
 
 def _hold_out(
-    documents: Callable[[], Iterator[Document]],
-    hashes: np.ndarray,
-    sizes: np.ndarray,
-    eval_fraction: float,
-    can_cut: bool,
-) -> tuple[Callable[[], Iterator[Document]], Callable[[], Iterator[Document]], np.ndarray, np.ndarray, bool]:
-    """Training and held-out documents, their sizes in bytes, and True if the format rows-1 had the same split.
+    corpus: Corpus, hashes: np.ndarray, sizes: np.ndarray, config: DataConfig, can_cut: bool
+) -> tuple[Split, np.ndarray, np.ndarray, bool]:
+    """Split by content, sizes in bytes of training and held-out documents, and True if rows-1 had the same split.
 
     Args:
         hashes, sizes: content hashes and bytes of all documents, uint64 and int64 [num_documents].
     """
-    chosen, left_out, share = _choose(hashes, sizes, eval_fraction, can_cut)
-    held_out, as_in_rows_1 = set(chosen), not left_out
+    chosen, left_out, share = _choose(hashes, sizes, config.eval_fraction, can_cut)
+    as_in_rows_1 = not left_out
     is_held_out = np.isin(hashes, np.array(chosen, dtype=np.uint64))
     cut, place, is_cut = None, 0, np.zeros(len(hashes), dtype=bool)
     if share:
         cut = left_out[0]
         is_cut = hashes == cut
-        text = next((one.text for one in documents() if _content_hash(one.text)[0] == cut), "")
+        documents = corpus.train(Skipped(config.skip_bad_rows))
+        text = next((one.text for one in documents if _content_hash(one.text)[0] == cut), "")
         place, by_characters = _place_to_cut(text, share)
         as_in_rows_1 = len(hashes) == 1 and by_characters
-
-    def only(held: bool) -> Iterator[Document]:
-        for document in documents():
-            content = _content_hash(document.text)[0]
-            if content == cut:
-                yield replace(document, text=document.text[place:] if held else document.text[:place])
-            elif (content in held_out) == held:
-                yield document
-
     train_sizes, eval_sizes = sizes[~is_held_out], sizes[is_held_out | is_cut]
     if cut is not None:
         train_sizes[is_cut[~is_held_out]] = len(text[:place].encode())
         eval_sizes[is_cut[is_held_out | is_cut]] = len(text[place:].encode())
-    return lambda: only(False), lambda: only(True), train_sizes, eval_sizes, as_in_rows_1
+    split = Split(corpus, config.skip_bad_rows, {}, frozenset(chosen), cut, place)
+    return split, train_sizes, eval_sizes, as_in_rows_1
 
 
 def _choose(
@@ -153,11 +181,26 @@ def _content_hash(text: str) -> tuple[int, int]:
     return xxhash.xxh3_64_intdigest(raw), len(raw)
 
 
-def _hash_documents(documents: Iterator[Document]) -> tuple[np.ndarray, np.ndarray]:
-    """Content hash and size in bytes of each document: uint64 [n], int64 [n]."""
-    hashes, sizes = array("Q"), array("q")  # 16 bytes for each document
-    for document in documents:
-        content, size = _content_hash(document.text)
-        hashes.append(content)
-        sizes.append(size)
-    return np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64)
+def _hash_documents(
+    name: str, documents: Documents, skipped: Skipped, preparation: Preparation
+) -> tuple[np.ndarray, np.ndarray]:
+    """Content hash and size in bytes of each document: uint64 [n], int64 [n]; 16 bytes for each document."""
+    if preparation.num_processes:
+        try:
+            parts = list(preparation.encode(name, documents, 0, _hash_part, PART_OF_TEXT))
+            return _joined(parts)
+        except DataError:  # read in order: only then is the number of skipped records known, and the first bad one
+            pass
+    return _joined([_hash_part(part) for part in in_parts(documents(skipped), PART_OF_TEXT)])
+
+
+def _hash_part(part: list[Document]) -> Encoded:
+    found = [_content_hash(document.text) for document in part]
+    hashes, sizes = zip(*found, strict=True)
+    return {"hashes": np.array(hashes, dtype=np.uint64), "sizes": np.array(sizes, dtype=np.int64)}
+
+
+def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray]:
+    empty = {"hashes": np.zeros(0, dtype=np.uint64), "sizes": np.zeros(0, dtype=np.int64)}
+    hashes, sizes = (np.concatenate([part[key] for part in [empty, *parts]]) for key in ("hashes", "sizes"))
+    return hashes, sizes

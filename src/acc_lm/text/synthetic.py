@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from acc_lm.config import DataConfig
-from acc_lm.text.documents import Corpus, Document, hash_text
+from acc_lm.text.documents import Corpus, Document, Documents, hash_text
 
 SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
@@ -45,7 +45,7 @@ def synthetic_corpus(config: DataConfig, seed: int) -> Corpus:
     return Corpus(
         key=key,
         former_key=key,
-        train=lambda skipped: walk(0, config.synthetic_tokens),
-        evaluation=lambda skipped: walk(1, held_out),
+        train=Documents(lambda _: walk(0, config.synthetic_tokens)),
+        evaluation=Documents(lambda _: walk(1, held_out)),
         facts={"entropy_rate": entropy_rate(transitions)},
     )
