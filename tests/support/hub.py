@@ -7,28 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# As published: what the arithmetic of a recipe's memory is made from.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "HuggingFaceTB/SmolLM2-135M": {
-        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-    "HuggingFaceTB/SmolLM2-360M": {
-        "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
-        "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-    "meta-llama/Llama-3.2-1B": {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3-0.6B": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-PUBLISHED["Qwen/Qwen3-0.6B-Base"] = PUBLISHED["Qwen/Qwen3-0.6B"]
-VOCABULARY = {"openai-community/gpt2": 50257, "HuggingFaceTB/SmolLM2-1.7B": 49152}
+from benchmarks.headers import PUBLISHED, VOCABULARY
 
+# As published: what the arithmetic of a recipe's memory is made from.
 TINY = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
         "max_position_embeddings": 256, "vocab_size": 512}  # fmt: skip
 FAMILY = {"HuggingFaceTB": "", "openai-community": "", "meta-llama": "llama3", "Qwen": "qwen3"}
