@@ -45,6 +45,8 @@ class Gpu:
     """CUDA compute capability."""
     watts: int
     """Power limit of the board."""
+    power_share: float = 1.0
+    """Power limit as set on the machine, over `watts`."""
     has_published_rows: bool = False
     """True: runs on this GPU are among those that the constants were fitted on."""
 
@@ -70,12 +72,12 @@ class Gpu:
 
 
 _TABLE = (
-    Gpu("H100", "NVIDIA H100 80GB HBM3", 79.1, 3.35e12, 360e9, 8, "hopper", (9, 0), 700, True),
-    Gpu("H200", "NVIDIA H200", 139.8, 4.8e12, 360e9, 8, "hopper", (9, 0), 700, True),
+    Gpu("H100", "NVIDIA H100 80GB HBM3", 79.1, 3.35e12, 360e9, 8, "hopper", (9, 0), 700, has_published_rows=True),
+    Gpu("H200", "NVIDIA H200", 139.8, 4.8e12, 360e9, 8, "hopper", (9, 0), 700, has_published_rows=True),
     Gpu("B200", "NVIDIA B200", 178.0, 8.0e12, 720e9, 8, "hopper", (10, 0), 1000),
-    Gpu("A100-80", "NVIDIA A100-SXM4-80GB", 79.1, 2.039e12, 235e9, 8, "ampere", (8, 0), 400, True),
-    Gpu("A100-40", "NVIDIA A100-SXM4-40GB", 39.4, 1.555e12, 235e9, 8, "ampere", (8, 0), 400, True),
-    Gpu("A800", "NVIDIA A800-SXM4-80GB", 79.1, 2.039e12, 160e9, 8, "ampere", (8, 0), 400, True),
+    Gpu("A100-80", "NVIDIA A100-SXM4-80GB", 79.1, 2.039e12, 235e9, 8, "ampere", (8, 0), 400, has_published_rows=True),
+    Gpu("A100-40", "NVIDIA A100-SXM4-40GB", 39.4, 1.555e12, 235e9, 8, "ampere", (8, 0), 400, has_published_rows=True),
+    Gpu("A800", "NVIDIA A800-SXM4-80GB", 79.1, 2.039e12, 160e9, 8, "ampere", (8, 0), 400, has_published_rows=True),
     Gpu("L40S", "NVIDIA L40S", 44.4, 0.864e12, 10e9, 8, "ampere", (8, 9), 350),
     Gpu("A10G", "NVIDIA A10G", 22.0, 0.6e12, 10e9, 8, "ampere", (8, 6), 300),
     Gpu("L4", "NVIDIA L4", 22.0, 0.3e12, 10e9, 8, "ampere", (8, 9), 72),

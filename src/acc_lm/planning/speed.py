@@ -155,17 +155,11 @@ class Work:
     compiled: bool = False
     compute: str = "bfloat16"
     """Dtype of the products: bfloat16, float16, tf32, float32 or fp8."""
-    fusion: float | None = None
-    """Share of the extra traffic of an eager block that remains: 0 compiled, 1 eager; None: by `compiled`."""
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.length * self.rows
-
-    @property
-    def eager_share(self) -> float:
-        return (0.0 if self.compiled else 1.0) if self.fusion is None else self.fusion
 
 
 @dataclass(frozen=True)
@@ -292,6 +286,11 @@ UPDATE_EFFICIENCY = 0.7
 """Share of the memory bandwidth that a fused AdamW reaches; assumed, a few percent of a step at most."""
 
 
+PLAIN_BLOCK = 0.15
+"""Extra traffic of an eager block with layer norm, GELU and no rotation, as a share of a gated one's: norm and activation are
+single kernels in torch. Counted: 108 bytes per hidden element instead of 76 compiled, a gated block about 4 times as many."""
+
+
 def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, compute: str) -> str:
     if layout.processes > EXTRAPOLATED_PROCESSES:
         return f"more than {EXTRAPOLATED_PROCESSES} GPUs"
@@ -307,7 +306,7 @@ def compute_seconds(
 ) -> tuple[float, float, float]:
     """Seconds of one micro-batch on one GPU: products with weights, attention, memory traffic."""
     n, again = work.tokens, work.recomputed
-    peak = gpu.peak(work.compute)
+    peak = gpu.peak(work.compute) * gpu.power_share ** c["power"]
     eight_bits = c["fp8"] if work.compute == "fp8" else 1.0
     fill = shape.hidden / (shape.hidden + c[f"width_{gpu.family}"]) * n / (n + c["tokens"])
     blocks = (6 + 2 * again.products) * shape.layers * shape.block_parameters
@@ -316,7 +315,8 @@ def compute_seconds(
     attention = of_causal * (7 / 6 + again.attention / 3) / (peak * c[f"attention_{gpu.family}"])
     width = 4 if work.compute in ("float32", "tf32") else 2
     moved = 18 * shape.hidden + 4 * (shape.queries + shape.keys) + (8 if shape.gated else 5) * shape.ffn
-    eager = 1 + (c["eager"] - 1) * work.eager_share
+    unfused = 0.0 if work.compiled else 1.0 if shape.gated else PLAIN_BLOCK
+    eager = 1 + (c["eager"] - 1) * unfused
     elementwise = shape.layers * moved * width * eager * (1 + 0.3 * again.elementwise)
     logits = 6 * shape.vocab * min(eager, 2.5)
     casts = 16.0 * shape.parameters if layout.casts_weights else 0.0
