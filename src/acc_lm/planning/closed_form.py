@@ -98,7 +98,9 @@ def peak_memory(
     else:
         head_kept, head = 0.0, logit_bytes * n * shape.vocab
     at_head, in_backward, at_update = _gathered(shape, layout, separate_weights)
-    block = (1.0 if checkpointing != "no" else 0.3) * whole * n  # recomputed whole, or only the gradients of a part of it
+    block = (
+        (1.0 if checkpointing != "no" else 0.3) * whole * n
+    )  # recomputed whole, or only the gradients of a part of it
     return PeakMemory(
         at_head=state + held + activations + head + at_head,
         at_backward=state + held + activations + head_kept + block + in_backward,

@@ -1,2 +1,24 @@
-"""x"""
-FITTED={"products_hopper":.58,"products_ampere":.81,"width_hopper":74.,"width_ampere":554.,"tokens":71.,"attention_hopper":.27,"attention_ampere":.34,"traffic":.83,"eager":5.1,"power":.6,"fp8":1.65,"jitter":.006,"interference":.1,"hop":3e-6,"far_hop":16e-6}
+"""Efficiencies of the speed model, fitted on published figures; written by `python -m benchmarks.planning`."""
+
+from __future__ import annotations
+
+FITTED_ON = "2026-11-23"
+"""Date of the fit."""
+FITTED = {
+    "jitter": 0.006,
+    "interference": 0.1,
+    "hop": 3e-06,
+    "far_hop": 1.6e-05,
+    "products_hopper": 0.64,
+    "products_ampere": 0.8643,
+    "width_hopper": 154.6,
+    "width_ampere": 502.9,
+    "tokens": 174.5,
+    "attention_hopper": 0.2909,
+    "attention_ampere": 0.3394,
+    "traffic": 0.7141,
+    "eager": 4.509,
+    "power": 0.7304,
+    "fp8": 1.42,
+}
+"""Constants by name; `acc_lm.planning.speed` says what each is."""
