@@ -267,15 +267,15 @@ def probe_length(config: dict[str, Any], sequence_length: int) -> int:
     return min(sequence_length, max([24, *(size for size in sizes if size < sequence_length)]) + 8)
 
 
-def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
-    """Switch the model to `causal_attention` if that is exact for it; returns the display name of the attention in use.
+def run_probe(model: PreTrainedModel, ids: Tensor, sequence_length: int) -> tuple[dict[str, Any], Tensor | None]:
+    """Run the base model with `causal_attention`, which stays set.
 
-    Two conditions are tested on a small batch. The attention needs no more than a causal flag: no window shorter than a row,
-    no soft cap, no sinks, no keyword unknown here. And the hidden states are the same as on transformers' own path.
+    Returns:
+        What else the model asked of its attention, with `called` if it asked for one at all; and its hidden states, None
+        if this architecture does not use the attention interface.
     """
     from transformers import AttentionInterface
 
-    own = model.config._attn_implementation
     required: dict[str, Any] = {}
 
     def probe(
@@ -297,6 +297,20 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
 
     register_attention()
     AttentionInterface.register(PROBE, probe)
+    try:
+        model.set_attn_implementation(PROBE)
+        return required, model.base_model(input_ids=ids, use_cache=False)[0]
+    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
+        return {}, None
+
+
+def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
+    """Switch the model to `causal_attention` if that is exact for it; returns the display name of the attention in use.
+
+    Two conditions are tested on a small batch. The attention needs no more than a causal flag: no window shorter than a row,
+    no soft cap, no sinks, no keyword unknown here. And the hidden states are the same as on transformers' own path.
+    """
+    own = model.config._attn_implementation
     device = next(model.parameters()).device
     text_config = model.config.get_text_config()
     length = probe_length(text_config.to_dict(), sequence_length)
@@ -306,15 +320,10 @@ def choose_attention(model: PreTrainedModel, sequence_length: int) -> str:
     try:
         with torch.no_grad():
             expected = model.base_model(input_ids=ids, use_cache=False)[0]
-            try:
-                model.set_attn_implementation(PROBE)
-                got = model.base_model(input_ids=ids, use_cache=False)[0]
-            except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
-                required = {}  # this architecture does not use the attention interface
-                got = expected
+            required, got = run_probe(model, ids, sequence_length)
         tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
         scale = expected.abs().max().item() or 1.0
-        same = (got - expected).abs().max().item() <= tolerance * scale
+        same = got is None or (got - expected).abs().max().item() <= tolerance * scale
         exact = set(required) == {"called"} and same
     finally:
         model.train(was_training)

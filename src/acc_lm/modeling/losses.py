@@ -14,6 +14,7 @@ Shapes: N positions, H hidden size, V vocabulary, W vocabulary padded on a GPU, 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,24 @@ CHUNK_POSITIONS = 128
 GPU_CHUNK_LOGITS = 2**28
 """Maximum number of logits in a chunk on a GPU, 1 GiB in fp32: products are fast with thousands of rows."""
 GPU_MULTIPLE = 64
+GPU_SLICES = 8
+"""Parts of a chunk whose softmax is computed at once on a GPU, where it needs a copy of its logits in fp32."""
+_BRANCH: list[str] = []
+"""Type of device whose branches are taken, if it is not the one of the tensors."""
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Take the branches of a GPU in this context, for tensors without data that stand for those on one."""
+    _BRANCH.append("cuda")
+    try:
+        yield
+    finally:
+        _BRANCH.pop()
+
+
+def _branch(device: torch.device) -> str:
+    return _BRANCH[-1] if _BRANCH else device.type
 
 
 class LossSums(NamedTuple):
@@ -54,7 +73,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def chunk_positions(num_positions: int, vocab_size: int, device: torch.device) -> int:
     """Positions whose logits are computed at once: few enough for a CPU's cache, or enough to keep a GPU busy."""
-    if device.type != "cuda":
+    if _branch(device) != "cuda":
         return CHUNK_POSITIONS
     num_chunks = -(-num_positions * vocab_size // GPU_CHUNK_LOGITS)
     share = -(-num_positions // max(num_chunks, 1))  # chunks as equal as possible
@@ -63,7 +82,7 @@ def chunk_positions(num_positions: int, vocab_size: int, device: torch.device) -
 
 def padded_vocabulary(vocab_size: int, device: torch.device) -> int:
     """Number of rows of the weight that logits are computed with."""
-    return -(-vocab_size // GPU_MULTIPLE) * GPU_MULTIPLE if device.type == "cuda" else vocab_size
+    return -(-vocab_size // GPU_MULTIPLE) * GPU_MULTIPLE if _branch(device) == "cuda" else vocab_size
 
 
 def _with_padded_vocabulary(
@@ -77,6 +96,16 @@ def _with_padded_vocabulary(
     weight_WH = weight_VH.new_zeros((size + added, weight_VH.shape[1]), dtype=compute)
     weight_WH[:size] = weight_VH
     return weight_WH, None if bias_V is None else nn.functional.pad(bias_V, (0, added), value=-torch.inf)
+
+
+def _log_softmax_in_slices(logits_CW: Tensor, exact: torch.dtype) -> Tensor:
+    """Log-softmax of a chunk, by rows as always, without a copy of all its logits in the wider dtype."""
+    log_p_CW = torch.empty_like(logits_CW, dtype=exact)
+    size = -(-len(logits_CW) // GPU_SLICES)
+    for start in range(0, len(logits_CW), size):
+        part = slice(start, start + size)
+        torch.log_softmax(logits_CW[part], dim=-1, dtype=exact, out=log_p_CW[part])
+    return log_p_CW
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -97,7 +126,8 @@ class _SummedLoss(torch.autograd.Function):
         num_positions = hidden_NH.shape[0]
         positions = chunk_positions(num_positions, size + added, hidden_NH.device)
         logits, log_p = None, None
-        if hidden_NH.device.type == "cpu" and not torch.compiler.is_compiling():
+        branch = _branch(hidden_NH.device)
+        if branch == "cpu" and not torch.compiler.is_compiling():
             # Reuse two buffers for all chunks: glibc may keep freed memory. GPUs and the compiler have pools.
             shape = (min(positions, num_positions), size + added)
             logits, log_p = hidden_NH.new_empty(shape), hidden_NH.new_empty(shape, dtype=exact)
@@ -111,9 +141,12 @@ class _SummedLoss(torch.autograd.Function):
                 logits_CW = logits_CW + bias_W
             elif added:
                 logits_CW[:, size:].fill_(-torch.inf)
-            log_p_CW = torch.log_softmax(
-                logits_CW, dim=-1, dtype=exact, out=None if log_p is None else log_p[: len(hidden_CH)]
-            )
+            if branch == "cuda" and not torch.compiler.is_compiling():
+                log_p_CW = _log_softmax_in_slices(logits_CW, exact)
+            else:
+                log_p_CW = torch.log_softmax(
+                    logits_CW, dim=-1, dtype=exact, out=None if log_p is None else log_p[: len(hidden_CH)]
+                )
             del logits_CW
             nll -= (log_p_CW.gather(1, index_C1) * is_target_C1).sum()
             if not (needs_hidden or needs_weight or needs_bias):

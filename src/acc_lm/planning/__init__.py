@@ -1,5 +1,7 @@
-"""The plan of a run: hardware, speed and memory of each way to launch it, before anything is launched.
+"""Plans of a run before it starts: what fits into memory, how fast it is, what it sends and costs.
 
+probe        bytes of a micro-batch, measured on the recipe's own model without its data
+memory       memory of a process, from the probe and the layout of its launch
 hardware     facts about GPUs, and reading `8xH100`
 speed        seconds of a step by part, and bytes that it sends
 constants    efficiencies of the speed model, fitted on published figures; generated

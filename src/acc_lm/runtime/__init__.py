@@ -33,6 +33,7 @@ from acc_lm.runtime.engines.shards import (
 )
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
+from acc_lm.runtime.launch.layout import LIVE, Compute, Layout, layout_of
 from acc_lm.runtime.launch.request import split_global_batch
 from acc_lm.runtime.launch.threads import choose_threads, keep_threads
 from acc_lm.runtime.monitoring.bandwidth import (
@@ -59,9 +60,12 @@ __all__ = [
     "BUCKETED_CONFIGS",
     "COLLECTIVES",
     "COUNT_TRAFFIC",
+    "LIVE",
     "WEIGHT",
+    "Compute",
     "Gradients",
     "Identity",
+    "Layout",
     "Memory",
     "Pace",
     "Peers",
@@ -91,6 +95,7 @@ __all__ = [
     "keep_gradients_home",
     "keep_libraries",
     "keep_threads",
+    "layout_of",
     "machine",
     "memory_held",
     "on_main",

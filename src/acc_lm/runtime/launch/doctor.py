@@ -84,7 +84,7 @@ def _precision() -> str:
 
 def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
     """Reason why a launch of this config refuses this recipe, by the checks of `read_launch`; None if it does not."""
-    with _launched(file, ["--num_processes", str(num_processes)]) as typed:
+    with launched(file, ["--num_processes", str(num_processes)]) as typed:
         try:
             read_launch(recipe, typed)
         except UserError as error:
@@ -105,7 +105,7 @@ def check_config(file: Path, num_processes: int | None, recipe: Config | None = 
         DataError: a file of the recipe does not exist.
     """
     options = [] if num_processes is None else ["--num_processes", str(num_processes)]
-    with _launched(file, options) as typed:
+    with launched(file, options) as typed:
         request = read_launch(recipe, typed)
         if request.strategy.startswith("deepspeed"):
             check_extensions(**needed_extensions(request.has_accelerator))
@@ -198,7 +198,7 @@ def _check_memory(recipe: Config, model: nn.Module, request: LaunchRequest, num_
 
 
 @contextmanager
-def _launched(file: Path, options: list[str]) -> Iterator[Namespace]:
+def launched(file: Path, options: list[str]) -> Iterator[Namespace]:
     """Set the environment of the first process that `accelerate launch` would start; yields the launch's arguments."""
     before = dict(os.environ)
     os.environ[CONFIG_FILE_VARIABLE] = str(file)

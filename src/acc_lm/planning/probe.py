@@ -1,0 +1,290 @@
+"""Bytes of a micro-batch, measured on the recipe's own model without its data.
+
+The model runs forward and backward on fake tensors with a few blocks and with one and two rows. Every phase grows
+linearly with both, so two numbers of blocks and two of rows give every depth and micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from acc_lm.modeling.build import DTYPES
+from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
+from acc_lm.modeling.losses import as_on_gpu, summed_loss
+
+if TYPE_CHECKING:
+    from acc_lm.config import Config
+    from acc_lm.runtime import Compute
+
+Checkpointing = Literal["no", "selective", "full"]
+SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "selective": "selective", "full": True}
+"""Value of `model.gradient_checkpointing` for each name."""
+BLOCK = 512
+"""Bytes to which CUDA's allocator rounds every tensor up."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counter of the bytes of all tensors that exist, and of the most that existed. Use as a context manager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.most = 0
+        self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that was there before."""
+        storage = tensor.untyped_storage()
+        if storage in self._sizes:
+            return
+        size = [_rounded(storage.nbytes())]
+        self._sizes[storage] = size
+        self._grow(size[0])
+        weakref.finalize(storage, lambda: self._grow(-size[0]))
+
+    def _grow(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+    def forget(self) -> None:
+        """Count the most from now on."""
+        self.most = self.now
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in this context, and notice storages that are resized, which is how FSDP2 frees gathered weights."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, num_bytes: int) -> None:
+            resize(storage, num_bytes)
+            if storage in self._sizes:
+                size = self._sizes[storage]
+                self._grow(_rounded(num_bytes) - size[0])
+                size[0] = _rounded(num_bytes)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented  # its local part comes here by itself
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and type(tensor).__name__ != "DTensor":
+                self.add(tensor)
+        return output
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Bytes of one micro-batch, on top of the weights.
+
+    The loss head is apart: its size depends on the number of chunks and is not linear in the rows.
+    """
+
+    forward: float
+    """The most during the forward pass of the body."""
+    body: float
+    """Activations and copies that exist at its end."""
+    kept: float
+    """Activations that are kept for the backward pass."""
+    backward: float
+    """The most during the backward pass of the body, with the gradients of its weights."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Bytes of the fused loss of one micro-batch."""
+
+    forward: float
+    """The most while the chunks are computed."""
+    kept: float
+    """Gradients that are kept for the backward pass."""
+    weight: float
+    """The gradient of the head's weight among them."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters."""
+
+    total: int
+    trained: int
+    head: int
+    """Those of the output head, which an embedding may share."""
+    block: int
+    """Mean of the blocks; what is left of the total stands outside of them."""
+    num_blocks: int
+
+    @property
+    def outside(self) -> int:
+        return self.total - self.num_blocks * self.block
+
+
+class Probe:
+    """Measurements of one recipe's model; each is made once.
+
+    Args:
+        vocab_size: ids of a vocabulary that is yet to be built.
+        on_gpu: True: take the branches of a GPU, False: those of a CPU.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, *, on_gpu: bool = True) -> None:
+        self._config, self._on_gpu = config, on_gpu
+        self._model_config = fake_config(config.model, vocab_size)
+        self.num_blocks: int = self._model_config.get_text_config().num_hidden_layers
+        period = period_of(self._model_config)
+        depths = (2 * period, 3 * period) if period is not None and self.num_blocks > 3 * period else ()
+        self._depths: tuple[int, ...] = depths or (self.num_blocks,)
+        self._phases: dict[tuple[Compute, Checkpointing, int, int], Phases] = {}
+        self._heads: dict[tuple[Compute, int], Head] = {}
+        self.parameters, self._sizes, self.is_fused = self._count()
+
+    def _count(self) -> tuple[Parameters, tuple[int, int], bool]:
+        counts = []
+        for depth in self._depths:
+            with self._fake():
+                fake = self._build(depth, torch.bfloat16, "no")
+                parameters = list(fake.model.parameters())
+                trained = sum(p.numel() for p in parameters if p.requires_grad)
+                weight = fake.model.get_output_embeddings().weight
+                counts.append((sum(p.numel() for p in parameters), trained))
+        (total, trained), *more = counts
+        block = 0
+        if more:
+            block = (more[0][0] - total) // (self._depths[1] - self._depths[0])
+            blocks = self.num_blocks - self._depths[0]
+            trained += (more[0][1] - trained) // (self._depths[1] - self._depths[0]) * blocks
+            total += block * blocks
+        else:
+            block = (total - weight.numel()) // self.num_blocks
+        found = Parameters(total, trained, weight.numel(), block, self.num_blocks)
+        return found, tuple(weight.shape), fake.is_fused
+
+    @contextlib.contextmanager
+    def _fake(self) -> Iterator[None]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(), as_on_gpu() if self._on_gpu else contextlib.nullcontext():
+            yield
+
+    def _build(self, depth: int, dtype: torch.dtype, checkpointing: Checkpointing) -> FakeModel:
+        model = self._config.model.model_copy(update={"gradient_checkpointing": SWITCH[checkpointing]})
+        length = self._config.data.sequence_length
+        return build_fake_model(model, with_depth(self._model_config, depth), length, dtype, self._config.adapter)
+
+    def _dtype(self, compute: Compute) -> torch.dtype:
+        """Dtype of the weights that a forward pass reads."""
+        return torch.bfloat16 if compute == "cast" else DTYPES[self._config.model.dtype]
+
+    def phases(self, micro_batch_size: int, checkpointing: Checkpointing, *, compute: Compute) -> Phases:
+        """Bytes of a micro-batch of this many rows.
+
+        Args:
+            compute: as in `Layout`.
+        """
+        rows = [1] if micro_batch_size == 1 else [1, 2]
+        if len(self._depths) == 1:
+            corners = [[self._run(compute, checkpointing, self._depths[0], b)] * 2 for b in rows]
+        else:
+            corners = [[self._run(compute, checkpointing, depth, b) for depth in self._depths] for b in rows]
+        low, high = self._depths[0], self._depths[-1]
+        more = (self.num_blocks - low) / (high - low) if high > low else 0.0
+
+        def at(name: str) -> float:
+            of_rows = [getattr(a, name) + more * (getattr(b, name) - getattr(a, name)) for a, b in corners]
+            return float(of_rows[0] + (of_rows[-1] - of_rows[0]) * (micro_batch_size - 1))
+
+        return Phases(at("forward"), at("body"), at("kept"), at("backward"))
+
+    def of_one_block(self, micro_batch_size: int, checkpointing: Checkpointing, *, compute: Compute) -> float:
+        """Bytes that the backward pass of a block needs on top of what is kept, the gradients of its weights included."""
+        rows = [1] if micro_batch_size == 1 else [1, 2]
+        extra = [
+            one.backward - one.kept for one in (self._run(compute, checkpointing, self._depths[0], b) for b in rows)
+        ]
+        return max(0.0, extra[0] + (extra[-1] - extra[0]) * (micro_batch_size - 1))
+
+    def _run(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
+        key = compute, checkpointing, depth, num_rows
+        if key not in self._phases:
+            with self._fake():
+                self._phases[key] = self._measure(*key)
+        return self._phases[key]
+
+    def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
+        model = self._build(depth, self._dtype(compute), checkpointing).model
+        ids = torch.zeros(num_rows, self._config.data.sequence_length, dtype=torch.int64)
+        live = LiveBytes()
+        for tensor in (*model.parameters(), *model.buffers()):
+            live.add(tensor)
+        weights = live.now
+        with live.counting():
+            with torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
+                output = self._forward(model, ids)
+                body, forward = live.now - weights, live.most - weights
+            kept = live.now - weights  # autocast has freed the copies that no graph holds
+            live.forget()
+            output.backward(output.detach())
+            backward = live.most - weights
+            del output
+        return Phases(forward, body, kept, backward)
+
+    def _forward(self, model: Any, ids: Tensor) -> Tensor:
+        """Hidden states of the body, or the loss of a model that computes it on all logits.
+
+        The body starts from embeddings where it can: the gradient of an embedding is as large as its table, and is
+        counted apart.
+        """
+        if not self.is_fused:
+            loss: Tensor = model(input_ids=ids, targets=ids)
+            return loss
+        table = model.get_input_embeddings()
+        embedded = table(ids).detach().requires_grad_()
+        try:
+            hidden: Tensor = model.base_model(inputs_embeds=embedded, use_cache=False)[0]
+        except (TypeError, ValueError):
+            hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+        return hidden
+
+    def head(self, micro_batch_size: int, *, compute: Compute) -> Head:
+        """Bytes of the fused loss for this many rows; nothing if the model computes all logits itself."""
+        key = compute, micro_batch_size
+        if not self.is_fused:
+            return Head(0.0, 0.0, 0.0)
+        if key not in self._heads:
+            vocab_size, width = self._sizes
+            positions = micro_batch_size * self._config.data.sequence_length
+            is_trained = self._config.adapter.kind == "none"
+            with self._fake():
+                dtype = self._dtype(compute)
+                reads = torch.bfloat16 if compute == "autocast" else dtype
+                hidden = torch.zeros(positions, width, dtype=reads, requires_grad=True)
+                weight = torch.zeros(vocab_size, width, dtype=dtype, requires_grad=is_trained)
+                ids = torch.zeros(positions, dtype=torch.int64)
+                live = LiveBytes()
+                for tensor in (hidden, weight, ids):
+                    live.add(tensor)
+                before = live.now
+                with live.counting(), torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
+                    loss = summed_loss(hidden, weight, None, ids)
+                self._heads[key] = Head(live.most - before, live.now - before, 4.0 * weight.numel() * is_trained)
+                del loss
+        return self._heads[key]
