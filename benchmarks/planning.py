@@ -247,8 +247,11 @@ def anchored(rows: Sequence[Row], constants_of: Callable[[Row], dict[str, float]
     ratios = {id(row): ratio(row, constants_of(row)) for row in rows}
     return [
         ratios[id(row)] / ratios[id(anchor)]
-        for group in groups.values() for anchor in group for row in group if row is not anchor
-    ]  # fmt: skip
+        for group in groups.values()
+        for anchor in group
+        for row in group
+        if row is not anchor
+    ]
 
 
 def right_orders(rows: Sequence[Row], constants_of: Callable[[Row], dict[str, float]]) -> tuple[int, int]:
@@ -346,35 +349,49 @@ class Figure:
     is_met: bool | None
 
 
+def error_figure(name: str, value: float, goal: float | None = None) -> Figure:
+    """Figure that is better when it is smaller."""
+    return Figure(name, percent(value), "" if goal is None else percent(goal), None if goal is None else value <= goal)
+
+
 def figures(rows: Sequence[Row], constants: dict[str, float], without: dict[str, dict[str, float]]) -> list[Figure]:
     """All figures of accuracy, next to their goals."""
     blind = {name: [ratio(row, without[name]) for row in rows if row.source == name] for name in without}
     every = [value for values in blind.values() for value in values]
-    over_sources = statistics.median(median_error(values) for values in blind.values())
-    base = one_utilization(rows)
-    of_base = statistics.median(median_error(values) for values in base.values())
     with_anchor = anchored(rows, lambda row: without[row.source])
     right, pairs = right_orders(rows, lambda row: without[row.source])
     scaling = scale_out(rows)
-    rms = math.sqrt(statistics.mean((value - 1) ** 2 for value in scaling))
     memory = [value for _, value, reason in memory_ratios() if reason is None]
-    worst = max(abs(value - 1) for value in memory)
-    shares = [inside(values, SPREAD) for values in blind.values()]
+    shares = {
+        f"rows inside the printed range (+-{SPREAD:.0%})": inside(every, SPREAD),
+        "the same, every source with the same weight": statistics.mean(inside(v, SPREAD) for v in blind.values()),
+        f"pairs inside the calibrated range (+-{CALIBRATED_SPREAD:.0%})": inside(with_anchor, CALIBRATED_SPREAD),
+    }
+    over_sources = [statistics.median(map(median_error, of.values())) for of in (blind, one_utilization(rows))]
     return [
-        Figure("speed, fitted on all rows: median error", percent(median_error(ratio(r, constants) for r in rows)), "", None),
-        Figure("speed, held out: median over sources of their median errors", percent(over_sources), "10 %", over_sources <= 0.10),
-        Figure("the same of the baseline, one MFU per family of GPUs", percent(of_base), "", None),
-        Figure("speed, held out: median error of all rows", percent(median_error(every)), "", None),
-        Figure(f"rows inside the printed range (+-{SPREAD:.0%})", percent(inside(every, SPREAD)), "80 %", inside(every, SPREAD) >= 0.8),
-        Figure("the same, every source with the same weight", percent(statistics.mean(shares)), "80 %", statistics.mean(shares) >= 0.8),
-        Figure(f"after one measured step: median error ({len(with_anchor)} pairs)", percent(median_error(with_anchor)), "5 %", median_error(with_anchor) <= 0.05),
-        Figure(f"pairs inside the calibrated range (+-{CALIBRATED_SPREAD:.0%})", percent(inside(with_anchor, CALIBRATED_SPREAD)), "80 %", inside(with_anchor, CALIBRATED_SPREAD) >= 0.8),
-        Figure("order of two runs of one model that differ by more than 5 %", f"{right} of {pairs} right", "80 %", right >= 0.8 * pairs),
-        Figure(f"scale-out: RMS error of {len(scaling)} ratios", percent(rms), "2 %", rms <= 0.02),
-        Figure("scale-out: worst error", percent(max(abs(value - 1) for value in scaling)), "4 %", max(abs(v - 1) for v in scaling) <= 0.04),
-        Figure(f"memory, closed form: median error of {len(memory)} rows", percent(median_error(memory)), "5 %", median_error(memory) <= 0.05),
-        Figure("memory, closed form: worst error", percent(worst), "20 %", worst <= 0.20),
-    ]  # fmt: skip
+        error_figure("speed, fitted on all rows: median error", median_error(ratio(r, constants) for r in rows)),
+        error_figure("speed, held out: median over sources of their median errors", over_sources[0], 0.10),
+        error_figure("the same of the baseline, one MFU per family of GPUs", over_sources[1]),
+        error_figure("speed, held out: median error of all rows", median_error(every)),
+        *(Figure(name, percent(value), "80 %", value >= 0.8) for name, value in shares.items()),
+        error_figure(
+            f"after one measured step: median error ({len(with_anchor)} pairs)", median_error(with_anchor), 0.05
+        ),
+        Figure(
+            "order of two runs of one model that differ by more than 5 %",
+            f"{right} of {pairs} right",
+            "80 %",
+            right >= 0.8 * pairs,
+        ),
+        error_figure(
+            f"scale-out: RMS error of {len(scaling)} ratios",
+            math.sqrt(statistics.mean((v - 1) ** 2 for v in scaling)),
+            0.02,
+        ),
+        error_figure("scale-out: worst error", max(abs(value - 1) for value in scaling), 0.04),
+        error_figure(f"memory, closed form: median error of {len(memory)} rows", median_error(memory), 0.05),
+        error_figure("memory, closed form: worst error", max(abs(value - 1) for value in memory), 0.20),
+    ]
 
 
 def page(rows: Sequence[Row], constants: dict[str, float], without: dict[str, dict[str, float]]) -> str:

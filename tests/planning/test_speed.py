@@ -149,6 +149,7 @@ def test_a_step_changes_as_it_must() -> None:
         one.products + one.attention + one.traffic + one.communication + one.update + one.offload
     )
     assert one.communication == 0
+    assert one.update == pytest.approx(28 * LLAMA_1B.parameters / (3.35e12 * 0.7))
     for name, layout in LAYOUTS.items():
         base = predict(layout(8))
         assert 0 < base.utilization < 0.8
@@ -157,6 +158,7 @@ def test_a_step_changes_as_it_must() -> None:
         full = predict(layout(8), replace(WORK, recomputed=RECOMPUTED["full"]))
         selective = predict(layout(8), replace(WORK, recomputed=RECOMPUTED["selective"]))
         assert full.total > selective.total > base.total, name
+        assert full.attention / base.attention == pytest.approx(9 / 7), "forward, backward with scores, forward again"
         assert predict(layout(8), replace(WORK, compiled=False)).total > base.total, name
         twice = predict(layout(8), replace(WORK, accumulation=8))
         assert twice.tokens == 2 * base.tokens
