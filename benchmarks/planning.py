@@ -23,7 +23,7 @@ import numpy as np
 from acc_lm.planning.closed_form import peak_memory
 from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import GPUS, Gpu
-from acc_lm.planning.speed import CALIBRATED_SPREAD, SPREAD, Recomputed, Shape, Sharding, StepTime, Work, step_time
+from acc_lm.planning.speed import CALIBRATED_SPREAD, SPREAD, Layout, Recomputed, Shape, StepTime, Work, step_time
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "benchmarks/published.csv"
@@ -66,12 +66,12 @@ RECOMPUTED = {
     "sac-layer2": Recomputed(0.5, 0.5, 0.5),
     "full": Recomputed(1.0, 1.0, 1.0),
 }
-CHECKPOINTING = {"none": "no", "full": "full", "sac-op2": "every_second_product", "sac-layer2": "every_second_block"}
+CHECKPOINTING = {"none": "no", "full": "yes", "sac-op2": "every_second_product", "sac-layer2": "every_second_block"}
 LOGIT_BYTES = {"full": 12, "full-kept": 14, "full-compiled": 5, "full-hf": 16, "chunked8": 4}
 """Bytes per logit at the backward pass of the loss: log-softmax, its gradient and that of the picked entry are fp32."""
 RESERVED = {True: 1.1, False: 1.2}
 """Reserved over allocated memory, compiled or eager."""
-FULL_SHARDING = Sharding(regathers=True, reduces_each_micro_batch=True, scatters_gradients=True)
+FULL_SHARDING = Layout(regathers=True, reduces_each_micro_batch=True, scatters_gradients=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Row:
     source: str
     shape: Shape
     gpu: Gpu
-    sharding: Sharding
+    layout: Layout
     work: Work
     network: float
     """Bytes per second of a GPU's link to other machines; where the source is silent, 400 Gb/s for Hopper, 200 for Ampere."""
@@ -114,7 +114,7 @@ def left_out(facts: dict[str, str]) -> str | None:
     return None
 
 
-def sharding_of_row(facts: dict[str, str]) -> Sharding:
+def layout_of(facts: dict[str, str]) -> Layout:
     count, name = int(facts["gpus"]), facts["strategy"].partition("-offload")[0]
     offload = facts["strategy"].partition("-offload")[2]
     sent = 2 if facts["precision"] == "bf16-pure" or "PURE" in facts["note"] else 4
@@ -122,10 +122,10 @@ def sharding_of_row(facts: dict[str, str]) -> Sharding:
     shards = per_machine if name == "hsdp" else count
     sharded = replace(FULL_SHARDING, weight_shards=shards, gradient_shards=shards, moment_shards=shards)
     found = {
-        "single": Sharding(),
-        "ddp": Sharding(replicas=count),
-        "zero1": Sharding(moment_shards=count, overlap=0.0),
-        "zero2": Sharding(moment_shards=count, gradient_shards=count, reduces_each_micro_batch=True, overlap=0.0),
+        "single": Layout(),
+        "ddp": Layout(replicas=count),
+        "zero1": Layout(moment_shards=count, overlap=0.0),
+        "zero2": Layout(moment_shards=count, gradient_shards=count, reduces_each_micro_batch=True, overlap=0.0),
         "zero3": replace(sharded, overlap=0.5),
         "fsdp": sharded,
         "fsdp_grad_op": replace(sharded, regathers=False),
@@ -159,7 +159,7 @@ def row_of(facts: dict[str, str]) -> Row:
     )
     network = float(facts["network_gbits"] or (400 if gpu.family == "hopper" else 200)) / 8 * 1e9
     speed = float(facts["tokens_s_gpu"] or 0)
-    return Row(facts["source"], shape_of(facts), gpu, sharding_of_row(facts), work, network, speed, facts)
+    return Row(facts["source"], shape_of(facts), gpu, layout_of(facts), work, network, speed, facts)
 
 
 def speed_rows() -> list[Row]:
@@ -168,7 +168,7 @@ def speed_rows() -> list[Row]:
 
 
 def predicted(row: Row, constants: dict[str, float]) -> StepTime:
-    return step_time(row.shape, row.gpu, row.sharding, row.work, row.network, constants=constants)
+    return step_time(row.shape, row.gpu, row.layout, row.work, row.network, constants=constants)
 
 
 def ratio(row: Row, constants: dict[str, float]) -> float:
@@ -283,17 +283,17 @@ def scale_out(rows: Sequence[Row]) -> list[float]:
         is_outlier = row.speed == 15555  # 18 % below the same runs on half and on twice as many GPUs
         if (
             row.shape.hidden in widths
-            and row.sharding.processes >= least
+            and row.layout.processes >= least
             and row.work.length in (2048, 8192)
             and not is_outlier
         ):
             groups[(*configuration(row), row.work.compiled)].append(row)
     found = []
     for group in groups.values():
-        first, *more = sorted(group, key=lambda row: row.sharding.processes)
+        first, *more = sorted(group, key=lambda row: row.layout.processes)
         if first.source == "llm-foundry" and first.shape.hidden != 2560:  # 3b on 16 GPUs has 5 rows instead of 6
             same = [row for row in group if row.work.rows == max(r.work.rows for r in group)]
-            first, *more = sorted(same, key=lambda row: row.sharding.processes)
+            first, *more = sorted(same, key=lambda row: row.layout.processes)
         solved = _with_computation_of(first)
         found += [ratio(row, solved) / ratio(first, solved) for row in more]
     return found
@@ -318,7 +318,7 @@ def memory_ratios() -> list[tuple[dict[str, str], float, str | None]]:
         row = row_of(facts)
         peak = peak_memory(
             row.shape,
-            row.sharding,
+            row.layout,
             row.work.tokens,
             CHECKPOINTING[facts["checkpointing"]],
             accumulates=row.work.accumulation > 1,

@@ -15,7 +15,7 @@ from acc_lm.errors import ConfigError
 from acc_lm.planning.closed_form import peak_memory
 from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import GPUS, parse_gpus
-from acc_lm.planning.speed import RECOMPUTED, Shape, Sharding, StepTime, Work, sharding_of, step_time
+from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
 from benchmarks import planning
 
 LLAMA_1B = Shape(16, 2048, 8192, True, 32, 8, 64, 128256, True, other_parameters=67584)
@@ -23,16 +23,16 @@ H100 = GPUS["H100"]
 WORK = Work(2048, 8, accumulation=4, compiled=True)
 
 
-def sharded(count: int, **changes: object) -> Sharding:
-    full = Sharding(count, count, count, regathers=True, reduces_each_micro_batch=True, scatters_gradients=True)
+def sharded(count: int, **changes: object) -> Layout:
+    full = Layout(count, count, count, regathers=True, reduces_each_micro_batch=True, scatters_gradients=True)
     return replace(full, **changes)  # type: ignore[arg-type]
 
 
 LAYOUTS = {
-    "one": lambda n: Sharding(casts_weights=True),
-    "ddp": lambda n: Sharding(replicas=n, casts_weights=True),
-    "zero1": lambda n: Sharding(moment_shards=n, overlap=0.0),
-    "zero2": lambda n: Sharding(gradient_shards=n, moment_shards=n, reduces_each_micro_batch=True, overlap=0.0),
+    "one": lambda n: Layout(casts_weights=True),
+    "ddp": lambda n: Layout(replicas=n, casts_weights=True),
+    "zero1": lambda n: Layout(moment_shards=n, overlap=0.0),
+    "zero2": lambda n: Layout(gradient_shards=n, moment_shards=n, reduces_each_micro_batch=True, overlap=0.0),
     "zero3": lambda n: sharded(n, overlap=0.5),
     "fsdp2": lambda n: sharded(n),
     "fsdp2_grad_op": lambda n: sharded(n, regathers=False),
@@ -40,8 +40,8 @@ LAYOUTS = {
 }
 
 
-def predict(sharding: Sharding, work: Work = WORK, shape: Shape = LLAMA_1B, **changes: float) -> StepTime:
-    return step_time(shape, H100, sharding, work, **changes)  # type: ignore[arg-type]
+def predict(layout: Layout, work: Work = WORK, shape: Shape = LLAMA_1B, **changes: float) -> StepTime:
+    return step_time(shape, H100, layout, work, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -109,19 +109,20 @@ def test_bytes_sent_are_those_of_the_table_of_strategies(count: int) -> None:
         assert LAYOUTS[name](count).processes == (1 if name == "one" else count)
 
 
-def test_the_layout_of_each_config_becomes_its_sharding() -> None:
+def test_the_layout_of_each_config_is_the_one_above() -> None:
     """The layouts above, of the files in accelerate_configs/ in bf16; with offloads, and in fp32 twice the weights."""
     from acc_lm.config.loading import load_config
-    from acc_lm.runtime import layout_of
+    from acc_lm.planning.plan import _layout
+    from acc_lm.runtime import placement_of
 
-    def read(name: str, count: int, *overrides: str, machines: int = 1) -> Sharding:
+    def read(name: str, count: int, *overrides: str, machines: int = 1) -> Layout:
         config = load_config(ROOT / "recipes/quickstart.yaml", ["training.mixed_precision=bf16", *overrides])
-        return sharding_of(layout_of(ROOT / f"accelerate_configs/{name}.yaml", count, machines, config))
+        return _layout(placement_of(ROOT / f"accelerate_configs/{name}.yaml", count, machines, config))
 
     files = {"one": "single_gpu", "zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3"}
     for name, of in LAYOUTS.items():
         if name != "hsdp":
-            assert read(files.get(name, name), 1 if name == "one" else 8) == of(8), name
+            assert predict(read(files.get(name, name), 1 if name == "one" else 8)) == predict(of(8)), name
     assert read("multi_node_hsdp", 16, machines=2) == sharded(8, replicas=2)
     offload = read("deepspeed_zero2_offload", 8)
     assert offload == replace(LAYOUTS["zero2"](8), offloads_moments=True)
@@ -155,7 +156,7 @@ def test_a_step_changes_as_it_must() -> None:
         assert 0 < base.utilization < 0.8
         faster = step_time(LLAMA_1B, replace(H100, device="NVIDIA B200"), layout(8), WORK)
         assert faster.total <= base.total, name
-        full = predict(layout(8), replace(WORK, recomputed=RECOMPUTED["full"]))
+        full = predict(layout(8), replace(WORK, recomputed=RECOMPUTED["yes"]))
         selective = predict(layout(8), replace(WORK, recomputed=RECOMPUTED["selective"]))
         assert full.total > selective.total > base.total, name
         assert full.attention / base.attention == pytest.approx(9 / 7), "forward, backward with scores, forward again"
@@ -185,7 +186,7 @@ def test_a_measured_step_scales_and_narrows_the_range_and_the_unpublished_is_mar
     assert before.extrapolated == ""
     assert "communication takes" in predict(sharded(256), Work(1024, 1)).extrapolated
     assert predict(sharded(1024)).extrapolated == "more than 512 GPUs"
-    assert "L40S" in step_time(LLAMA_1B, GPUS["L40S"], Sharding(), WORK).extrapolated
+    assert "L40S" in step_time(LLAMA_1B, GPUS["L40S"], Layout(), WORK).extrapolated
 
 
 def test_the_constants_keep_their_accuracy_on_published_runs() -> None:
@@ -226,11 +227,11 @@ def test_the_closed_form_agrees_with_published_memory_and_sees_gigabytes_for_gib
 
 @pytest.mark.parametrize("shape", [LLAMA_1B, Shape(12, 768, 3072, False, 12, 12, 64, 50257, True)])
 def test_memory_falls_with_checkpointing_and_shards_and_grows_with_tokens(shape: Shape) -> None:
-    for layout in (Sharding(casts_weights=True), Sharding(replicas=8, casts_weights=True), sharded(8)):
-        kept = [peak_memory(shape, layout, 16384, how).activations for how in ("no", "selective", "full")]
+    for layout in (Layout(casts_weights=True), Layout(replicas=8, casts_weights=True), sharded(8)):
+        kept = [peak_memory(shape, layout, 16384, how).activations for how in ("no", "selective", "yes")]
         assert kept == sorted(kept, reverse=True)
         assert peak_memory(shape, layout, 32768, "no").total > peak_memory(shape, layout, 16384, "no").total
-    states = [peak_memory(shape, layout, 1024, "full").state for layout in (Sharding(), sharded(2), sharded(8))]
+    states = [peak_memory(shape, layout, 1024, "yes").state for layout in (Layout(), sharded(2), sharded(8))]
     assert states == [12 * shape.parameters, 6 * shape.parameters, 1.5 * shape.parameters]
-    held = peak_memory(shape, Sharding(), 16384, "no", accumulates=True).at_head
-    assert held - peak_memory(shape, Sharding(), 16384, "no").at_head == pytest.approx(4 * shape.parameters)
+    held = peak_memory(shape, Layout(), 16384, "no", accumulates=True).at_head
+    assert held - peak_memory(shape, Layout(), 16384, "no").at_head == pytest.approx(4 * shape.parameters)

@@ -25,6 +25,7 @@ VERBS = {
         "recipes": "list the recipes; --show NAME prints one",
         "new": "make a folder with train.py, a recipe and an Accelerate config, to own and edit",
         "data": "show the rows that a recipe trains on, or tokenise its text in advance",
+        "plan": "compare what fits on which GPUs, how fast it is and what it costs, before a run (exit code 4 if nothing fits)",
         "path": "print where a recipe, an Accelerate config or train.py is",
     },
     "run": {
@@ -50,6 +51,7 @@ VERBS = {
 USAGES = {
     "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",
     "data": "acc-lm data show|prepare [RECIPE] [--rows N] [--ids] [--html FILE] [--processes N] [section.key=value ...]",
+    "plan": "acc-lm plan [RECIPE] --gpus 8xH100 [--config NAME] [--price X] [--network GBIT] [--machine-memory GB] [--all] [--json] [section.key=value ...]",
     "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
     "scaling": "acc-lm scaling [--config RECIPE] [--config_file FILE] [--processes 1,2,4] [--steps N] [--output FILE] [section.key=value ...]",
     "bench-comm": "acc-lm bench-comm [--config RECIPE] [--processes N] [--sizes SIZE,...] [--parts NAME,...] [--output FILE] [section.key=value ...]",

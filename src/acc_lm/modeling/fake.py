@@ -6,7 +6,9 @@ lets the loss take the branches of a GPU. torch's attention keeps the same tenso
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,8 @@ def with_depth(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     if kinds:
-        text.layer_types = [kinds[i % len(kinds)] for i in range(num_layers)]
+        with contextlib.suppress(AttributeError):  # computed from the number of layers
+            text.layer_types = [kinds[i % len(kinds)] for i in range(num_layers)]
     text.num_hidden_layers = num_layers
     return config
 
@@ -85,14 +88,21 @@ def build_fake_model(
     from transformers import AutoModelForCausalLM
 
     with must_run("model"):
-        model: Any = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
-    use_autocast(model)
+        if adapter.kind == "none":
+            model: Any = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        else:  # peft swaps tensors, which fake ones do not allow
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+                )
+                choose_trained(model, config, adapter, 0, "")
+            _replace_meta_tensors(model)
     own = model.config._attn_implementation
     ids = torch.zeros(1, 8, dtype=torch.int64)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _without_kernels_of_experts(model):
             needs, _ = run_probe(model, ids, sequence_length)
             model.set_attn_implementation(register_attention() if set(needs) == {"called"} else own)
             is_fused = _has_plain_head(model, ids)
@@ -101,13 +111,43 @@ def build_fake_model(
             f"model must be one whose shapes do not depend on its tokens, got {model.config.model_type}: "
             f"{' '.join(str(error).split())[:100]}; measure it with --dry-run"
         ) from error
+    use_autocast(model)
     use_loss(model, is_fused)
-    choose_trained(model, config, adapter, 0, "")
+    if adapter.kind == "none":
+        choose_trained(model, config, adapter, 0, "")
     if config.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(checkpoint_arguments(config.gradient_checkpointing))
     model.train()
     return FakeModel(model, is_fused)
+
+
+def _replace_meta_tensors(model: nn.Module) -> None:
+    """Replace tensors on the meta device by fake ones of a CPU; tied ones stay tied."""
+    replaced: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                new = replaced.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+@contextlib.contextmanager
+def _without_kernels_of_experts(model: Any) -> Iterator[None]:
+    """Multiply experts one by one in this context, because their grouped product refuses fp32 on fake tensors."""
+    text = model.config.get_text_config()
+    own = getattr(text, "_experts_implementation", None)
+    if own is not None:
+        model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        if own is not None:
+            model.set_experts_implementation(own)
 
 
 def _has_plain_head(model: Any, ids: Tensor) -> bool:
@@ -129,4 +169,4 @@ def _has_plain_head(model: Any, ids: Tensor) -> bool:
     finally:
         for hook in hooks:
             hook.remove()
-    return bool(seen["last"] == seen["read"] and seen["written"] == logits.untyped_storage()._cdata)
+    return bool(seen.get("last", seen["read"]) == seen["read"] and seen["written"] == logits.untyped_storage()._cdata)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from acc_lm.planning.speed import Shape, Sharding
+from acc_lm.planning.speed import Layout, Shape
 
 LOGITS_OF_A_CHUNK = 2**28
 """Logits that the fused loss computes at a time on a GPU."""
@@ -41,7 +41,7 @@ def kept_per_token(shape: Shape, checkpointing: str, autocast: bool = False, com
     """Bytes that a block keeps for its backward pass, per token.
 
     Args:
-        checkpointing: no, selective (results of all products and of attention are kept) or full; and two of other projects:
+        checkpointing: no, selective (results of all products and of attention are kept) or yes; and two of other projects:
             every_second_product and every_second_block.
     """
     h, q, k, f, a = shape.hidden, shape.queries, shape.keys, shape.ffn, shape.heads
@@ -57,7 +57,7 @@ def kept_per_token(shape: Shape, checkpointing: str, autocast: bool = False, com
     every_second = 4 * q + 2 * k + 4 * a + 2 * h + 2 * f if shape.gated else products
     return {
         "no": whole,
-        "full": residual,
+        "yes": residual,
         "selective": residual + products,
         "every_second_product": residual + every_second,
         "every_second_block": (whole + residual) / 2,
@@ -66,7 +66,7 @@ def kept_per_token(shape: Shape, checkpointing: str, autocast: bool = False, com
 
 def peak_memory(
     shape: Shape,
-    sharding: Sharding,
+    layout: Layout,
     tokens: int,
     checkpointing: str,
     *,
@@ -85,11 +85,11 @@ def peak_memory(
         separate_weights: True: bf16 weights next to the fp32 ones, and buckets (DeepSpeed); False: one fp32 copy.
         all_bf16: True: weights, gradients and moments are all in bf16.
     """
-    h, n, autocast = shape.hidden, tokens, sharding.casts_weights
+    h, n, autocast = shape.hidden, tokens, layout.casts_weights
     whole = kept_per_token(shape, "no", autocast, compiled)
     kept = kept_per_token(shape, checkpointing, autocast, compiled) * n * shape.layers
     activations = kept + (14 if autocast else 8) * n * h
-    state, gradients = _state(shape, sharding, separate_weights, all_bf16)
+    state, gradients = _state(shape, layout, separate_weights, all_bf16)
     held = gradients if accumulates else 0.0
     if logit_bytes is None:
         chunk = min(n, -(-LOGITS_OF_A_CHUNK // shape.vocab))
@@ -97,7 +97,7 @@ def peak_memory(
         head = head_kept + 10.0 * chunk * shape.vocab + (2 * shape.head_parameters if autocast else 0)
     else:
         head_kept, head = 0.0, logit_bytes * n * shape.vocab
-    at_head, in_backward, at_update = _gathered(shape, sharding, separate_weights)
+    at_head, in_backward, at_update = _gathered(shape, layout, separate_weights)
     block = (
         (1.0 if checkpointing != "no" else 0.3) * whole * n
     )  # recomputed whole, or only the gradients of a part of it
@@ -110,42 +110,38 @@ def peak_memory(
     )
 
 
-def _state(shape: Shape, sharding: Sharding, separate_weights: bool, all_bf16: bool) -> tuple[float, float]:
+def _state(shape: Shape, layout: Layout, separate_weights: bool, all_bf16: bool) -> tuple[float, float]:
     """Bytes of weights and moments, and of gradients once all are there."""
     total = float(shape.parameters)
-    is_copied = sharding.replicas > 1 and sharding.group == 1  # buckets of gradients, there all the time
+    is_copied = layout.replicas > 1 and layout.group == 1  # buckets of gradients, there all the time
     if all_bf16:
-        return 6 * total / sharding.moment_shards + (
-            2 * total if is_copied else 0
-        ), 2 * total / sharding.gradient_shards
+        return 6 * total / layout.moment_shards + (2 * total if is_copied else 0), 2 * total / layout.gradient_shards
     if separate_weights:
-        weights = 0.0 if sharding.offloads_weights else 2 * total / sharding.weight_shards
-        if sharding.offloads_moments:
+        weights = 0.0 if layout.offloads_weights else 2 * total / layout.weight_shards
+        if layout.offloads_moments:
             return weights, 0.0
-        of_gradients = (
-            6 * total if sharding.gradient_shards == 1 else 2 * total / sharding.gradient_shards + ZERO_BUCKET
-        )
-        return weights + 12 * total / sharding.moment_shards, of_gradients
+        of_gradients = 6 * total if layout.gradient_shards == 1 else 2 * total / layout.gradient_shards + ZERO_BUCKET
+        return weights + 12 * total / layout.moment_shards, of_gradients
     if is_copied:
         return 16 * total, 0.0
-    return 12 * total / sharding.moment_shards, 4 * total / sharding.gradient_shards
+    return 12 * total / layout.moment_shards, 4 * total / layout.gradient_shards
 
 
-def _gathered(shape: Shape, sharding: Sharding, separate_weights: bool) -> tuple[float, float, float]:
+def _gathered(shape: Shape, layout: Layout, separate_weights: bool) -> tuple[float, float, float]:
     """Bytes of gathered or cast weights and of buffers: at the head, in a block's backward, at the update."""
     blocks, head = 2.0 * shape.layers * shape.block_parameters, float(shape.head_parameters)
     ends = 2 * head * (1 if shape.tied else 2)
     block = float(shape.block_parameters)
     if separate_weights:
-        if sharding.weight_shards > 1:
-            live = 2 * min(shape.parameters, 1e9) if not sharding.offloads_moments or sharding.offloads_weights else 0.0
-            buffers = ZERO_BUCKET if sharding.offloads_moments and not sharding.offloads_weights else 0.0
+        if layout.weight_shards > 1:
+            live = 2 * min(shape.parameters, 1e9) if not layout.offloads_moments or layout.offloads_weights else 0.0
+            buffers = ZERO_BUCKET if layout.offloads_moments and not layout.offloads_weights else 0.0
             return live + buffers, live + buffers, 0.0
         return 0.0, 0.0, ZERO_BUCKET  # updated weights are gathered in buckets after the update
-    if sharding.weight_shards == 1:
-        cast = blocks if sharding.casts_weights else 0.0
+    if layout.weight_shards == 1:
+        cast = blocks if layout.casts_weights else 0.0
         return cast, cast, 0.0
-    if not sharding.regathers:
+    if not layout.regathers:
         return ends + blocks + 6 * block, ends + blocks + 6 * block, 0.0
     # two gathered blocks; in the backward also a third, one block's gradient in bf16 and fp32, and those of the head
     return ends + 4 * block, ends + 12 * block + 6 * head, 0.0

@@ -7,6 +7,7 @@ linearly with both, so two numbers of blocks and two of rows give every depth an
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
 from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
 from acc_lm.modeling.losses import as_on_gpu, summed_loss
@@ -147,6 +149,11 @@ class Probe:
     """
 
     def __init__(self, config: Config, vocab_size: int, *, on_gpu: bool = True) -> None:
+        if config.adapter.quantize_base != "none":
+            raise ConfigError(
+                f"adapter.quantize_base must be none for a plan, got {config.adapter.quantize_base}: 4-bit weights exist only on their "
+                "device; measure it with --dry-run"
+            )
         self._config, self._on_gpu = config, on_gpu
         self._model_config = fake_config(config.model, vocab_size)
         self.num_blocks: int = self._model_config.get_text_config().num_hidden_layers
@@ -156,6 +163,30 @@ class Probe:
         self._phases: dict[tuple[Compute, Checkpointing, int, int], Phases] = {}
         self._heads: dict[tuple[Compute, int], Head] = {}
         self.parameters, self._sizes, self.is_fused = self._count()
+
+    @property
+    def sizes(self) -> dict[str, Any] | None:
+        """Sizes of a dense decoder by the names of `speed.Shape`; None for any other model."""
+        text = self._model_config.get_text_config()
+        values = text.to_dict()
+        experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        if any(values.get(name) for name in experts) or not hasattr(text, "num_attention_heads"):
+            return None
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        inner = values.get("intermediate_size") or values.get("n_inner") or values.get("ffn_dim") or 4 * hidden
+        kv_heads = values.get("num_key_value_heads") or heads
+        size = values.get("head_dim") or hidden // heads
+        attention = 2 * hidden * size * (heads + kv_heads)
+        is_gated = self.parameters.block > attention + 2.5 * hidden * inner
+        tied = bool(text.tie_word_embeddings)
+        known = attention + (3 if is_gated else 2) * hidden * inner
+        other = self.parameters.total - self.num_blocks * known - self.parameters.head * (1 if tied else 2)
+        if abs(other) > 0.05 * self.parameters.total:
+            return None
+        return {
+            "layers": self.num_blocks, "hidden": hidden, "ffn": inner, "gated": is_gated, "heads": heads,
+            "kv_heads": kv_heads, "head_size": size, "vocab": self._sizes[0], "tied": tied, "other_parameters": other,
+        }  # fmt: skip
 
     def _count(self) -> tuple[Parameters, tuple[int, int], bool]:
         counts = []
@@ -182,6 +213,7 @@ class Probe:
     def _fake(self) -> Iterator[None]:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it again
         with FakeTensorMode(), as_on_gpu() if self._on_gpu else contextlib.nullcontext():
             yield
 
@@ -198,7 +230,7 @@ class Probe:
         """Bytes of a micro-batch of this many rows.
 
         Args:
-            compute: as in `Layout`.
+            compute: as in `Placement`.
         """
         rows = [1] if micro_batch_size == 1 else [1, 2]
         if len(self._depths) == 1:
@@ -225,8 +257,14 @@ class Probe:
     def _run(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         key = compute, checkpointing, depth, num_rows
         if key not in self._phases:
-            with self._fake():
-                self._phases[key] = self._measure(*key)
+            try:
+                with self._fake():
+                    self._phases[key] = self._measure(*key)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"model must be one that runs without data, got {self._model_config.model_type}: {first_line(error)[:100]}; "
+                    "measure it with --dry-run"
+                ) from None
         return self._phases[key]
 
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:

@@ -16,7 +16,7 @@ A is the number of micro-batches. The parts, each for one micro-batch on one GPU
 - **Update**: AdamW in fp32 reads weight, gradient and two moments and writes three of them: 28 bytes per weight.
 
 The efficiencies are fitted on published figures (`python -m benchmarks.planning`; docs/planning.md has the errors), so they
-are no physics: they depend on each other. A `Sharding` says what is sharded over how many GPUs; the names of strategies are
+are no physics: they depend on each other. A layout says what is sharded over how many GPUs; the names of strategies are
 known in `runtime` only. Nothing here imports torch.
 """
 
@@ -24,14 +24,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from acc_lm.modeling.flops import flops_of
 from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import Gpu
-
-if TYPE_CHECKING:  # runtime imports torch
-    from acc_lm.runtime import Layout
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Layout:
     """Distribution of a model over GPUs, in numbers.
 
     Of `processes` GPUs, a group shares one copy of whatever is sharded, and there are `replicas` such groups.
@@ -132,43 +128,6 @@ class Sharding:
         return self.group * self.replicas
 
 
-def sharding_of(layout: Layout) -> Sharding:
-    """Sharding of a launch, from the layout of its Accelerate config."""
-    count, shards = layout.num_processes, layout.shards
-    casts = layout.compute != "own"
-    width = 2 if casts else 4 if layout.sends != "parts" or layout.is_offloaded else round(layout.weights * shards)
-    sent = 4 if casts else width
-    if layout.sends in ("nothing", "gradients"):
-        return Sharding(replicas=count, gradient_bytes=sent, casts_weights=layout.compute == "autocast")
-    moved = {"offloads_moments": layout.is_offloaded, "offloads_weights": layout.is_offloaded and layout.weights == 0}
-    if (
-        layout.sends == "updates"
-    ):  # gradients are all-reduced, after each micro-batch where each process keeps its shard
-        keeps_all = layout.gradients >= 4
-        return Sharding(
-            gradient_shards=1 if keeps_all else count,
-            moment_shards=count,
-            reduces_each_micro_batch=not keeps_all,
-            overlap=0.0,
-            weight_bytes=width,
-            gradient_bytes=sent,
-            **moved,
-        )
-    return Sharding(
-        shards,
-        shards,
-        shards,
-        layout.replicas,
-        regathers=layout.gathers != "kept",
-        reduces_each_micro_batch=True,
-        scatters_gradients=True,
-        overlap=0.5 if layout.gathers == "limited" else 0.9,
-        weight_bytes=width,
-        gradient_bytes=sent,
-        **moved,
-    )
-
-
 @dataclass(frozen=True)
 class Recomputed:
     """Shares of a block's forward pass that are computed a second time for the backward pass."""
@@ -178,8 +137,8 @@ class Recomputed:
     elementwise: float = 0.0
 
 
-RECOMPUTED = {"no": Recomputed(), "selective": Recomputed(elementwise=1.0), "full": Recomputed(1.0, 1.0, 1.0)}
-"""Recomputation by `probe.Checkpointing`; selective keeps the results of all products and of attention."""
+RECOMPUTED = {"no": Recomputed(), "selective": Recomputed(elementwise=1.0), "yes": Recomputed(1.0, 1.0, 1.0)}
+"""Recomputation by value of model.gradient_checkpointing; selective keeps the results of all products and of attention."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +234,7 @@ class StepTime:
 def step_time(
     shape: Shape,
     gpu: Gpu,
-    sharding: Sharding,
+    layout: Layout,
     work: Work,
     network: float = 50e9,
     calibration: float | None = None,
@@ -291,21 +250,19 @@ def step_time(
     """
     c = FITTED if constants is None else constants
     micro_batches = work.accumulation
-    products, attention, traffic = compute_seconds(shape, gpu, sharding, work, c)
+    products, attention, traffic = compute_seconds(shape, gpu, layout, work, c)
     compute = products + attention + traffic
-    machines = max(1.0, sharding.processes / gpu.per_machine)
+    machines = max(1.0, layout.processes / gpu.per_machine)
     jitter = 1 + c["jitter"] * math.log2(machines)
-    sent = communication(shape, gpu, sharding, micro_batches, network, c)
-    hideable = (
-        sharding.overlap * compute * (1.0 if sharding.weight_shards > 1 else 2 / 3)
-    )  # else in the backward pass only
+    sent = communication(shape, gpu, layout, micro_batches, network, c)
+    hideable = layout.overlap * compute * (1.0 if layout.weight_shards > 1 else 2 / 3)  # else in the backward pass only
     exposed = 0.0
     for times, seconds, pieces in sent.during:
         hidden = min(seconds, hideable)
-        last = seconds / pieces if sharding.overlap else 0.0  # nothing is left that could hide the last piece
+        last = seconds / pieces if layout.overlap else 0.0  # nothing is left that could hide the last piece
         exposed += times * (c["interference"] * hidden + seconds - hidden + last)
     factor = 1.0 if calibration is None else calibration
-    update_of = 0.0 if sharding.offloads_moments else 28 * shape.parameters / sharding.moment_shards
+    update_of = 0.0 if layout.offloads_moments else 28 * shape.parameters / layout.moment_shards
     ratio = sum(times * seconds for times, seconds, _ in sent.during) / (micro_batches * compute)
     return StepTime(
         products=factor * micro_batches * jitter * products,
@@ -313,14 +270,14 @@ def step_time(
         traffic=factor * micro_batches * jitter * traffic,
         communication=factor * (exposed + sent.after_update),
         update=factor * update_of / (gpu.memory_bandwidth * UPDATE_EFFICIENCY),
-        offload=factor * offload_seconds(shape, gpu, sharding, micro_batches),
+        offload=factor * offload_seconds(shape, gpu, layout, micro_batches),
         bytes_sent=sent.bytes_sent,
         network_bytes=sent.network_bytes,
         tokens=micro_batches * work.tokens,
         flops=micro_batches * work.tokens * shape.flops_per_token(work.length),
         peak=gpu.peak(work.compute),
         calibrated=calibration is not None,
-        extrapolated=_beyond_published(gpu, sharding, ratio, work.compute),
+        extrapolated=_beyond_published(gpu, layout, ratio, work.compute),
     )
 
 
@@ -333,8 +290,8 @@ PLAIN_BLOCK = 0.15
 single kernels in torch. Counted: 108 bytes per hidden element instead of 76 compiled, a gated block about 4 times as many."""
 
 
-def _beyond_published(gpu: Gpu, sharding: Sharding, ratio: float, compute: str) -> str:
-    if sharding.processes > EXTRAPOLATED_PROCESSES:
+def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, compute: str) -> str:
+    if layout.processes > EXTRAPOLATED_PROCESSES:
         return f"more than {EXTRAPOLATED_PROCESSES} GPUs"
     if ratio > EXTRAPOLATED_RATIO:
         return f"communication takes {ratio:.1f} of the time of computation, published runs up to {EXTRAPOLATED_RATIO}"
@@ -344,7 +301,7 @@ def _beyond_published(gpu: Gpu, sharding: Sharding, ratio: float, compute: str) 
 
 
 def compute_seconds(
-    shape: Shape, gpu: Gpu, sharding: Sharding, work: Work, c: dict[str, float]
+    shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, float]
 ) -> tuple[float, float, float]:
     """Seconds of one micro-batch on one GPU: products with weights, attention, memory traffic."""
     n, again = work.tokens, work.recomputed
@@ -361,7 +318,7 @@ def compute_seconds(
     eager = 1 + (c["eager"] - 1) * unfused
     elementwise = shape.layers * moved * width * eager * (1 + 0.3 * again.elementwise)
     logits = 6 * shape.vocab * min(eager, 2.5)
-    casts = 16.0 * shape.parameters if sharding.casts_weights else 0.0
+    casts = 16.0 * shape.parameters if layout.casts_weights else 0.0
     traffic = ((elementwise + logits) * n + casts) / (gpu.memory_bandwidth * c["traffic"])
     return products, attention, traffic
 
@@ -379,43 +336,43 @@ class Communication:
 
 
 def communication(
-    shape: Shape, gpu: Gpu, sharding: Sharding, micro_batches: int, network: float, c: dict[str, float]
+    shape: Shape, gpu: Gpu, layout: Layout, micro_batches: int, network: float, c: dict[str, float]
 ) -> Communication:
     """Collectives of an optimizer step: their time one after the other, and bytes sent."""
-    processes, total = sharding.processes, shape.parameters
+    processes, total = layout.processes, shape.parameters
     if processes == 1:
         return Communication((), 0.0, 0.0, 0.0)
-    sums = micro_batches if sharding.reduces_each_micro_batch else 1
-    weights, gradients = float(sharding.weight_bytes * total), float(sharding.gradient_bytes * total)
+    sums = micro_batches if layout.reduces_each_micro_batch else 1
+    weights, gradients = float(layout.weight_bytes * total), float(layout.gradient_bytes * total)
     net = _Network(gpu, network, c)
     each = during = 0.0  # seconds that every micro-batch takes, and that only those with a sum take
     pieces = float(shape.layers)
     sent = wire = 0.0
-    if sharding.weight_shards > 1:
-        gathers = 2 if sharding.regathers else 1
-        each = gathers * net.ring(weights, sharding.weight_shards, pieces)
-        part = micro_batches * gathers * weights * _share(sharding.weight_shards)
-        sent, wire = sent + part, wire + net.leaves(part, sharding.weight_shards)
-    if sharding.scatters_gradients:
-        during = net.ring(gradients, sharding.gradient_shards, pieces)
-        part = sums * gradients * _share(sharding.gradient_shards)
-        sent, wire = sent + part, wire + net.leaves(part, sharding.gradient_shards)
-        if sharding.replicas > 1:
-            own = gradients / sharding.gradient_shards
-            during += net.between_groups(own, sharding.gradient_shards, sharding.replicas, pieces)
-            part = sums * 2 * own * _share(sharding.replicas)
+    if layout.weight_shards > 1:
+        gathers = 2 if layout.regathers else 1
+        each = gathers * net.ring(weights, layout.weight_shards, pieces)
+        part = micro_batches * gathers * weights * _share(layout.weight_shards)
+        sent, wire = sent + part, wire + net.leaves(part, layout.weight_shards)
+    if layout.scatters_gradients:
+        during = net.ring(gradients, layout.gradient_shards, pieces)
+        part = sums * gradients * _share(layout.gradient_shards)
+        sent, wire = sent + part, wire + net.leaves(part, layout.gradient_shards)
+        if layout.replicas > 1:
+            own = gradients / layout.gradient_shards
+            during += net.between_groups(own, layout.gradient_shards, layout.replicas, pieces)
+            part = sums * 2 * own * _share(layout.replicas)
             sent += part
-            wire += part * min(sharding.gradient_shards, gpu.per_machine) if processes > gpu.per_machine else 0.0
+            wire += part * min(layout.gradient_shards, gpu.per_machine) if processes > gpu.per_machine else 0.0
     else:
-        pieces = max(1.0, math.ceil(gradients / sharding.bucket_bytes))
+        pieces = max(1.0, math.ceil(gradients / layout.bucket_bytes))
         during = net.all_reduce(gradients, processes, pieces)
         part = sums * 2 * gradients * _share(processes)
         sent, wire = sent + part, wire + net.leaves(part, processes)
     after = 0.0
-    if sharding.moment_shards > 1 and sharding.weight_shards == 1:
-        after = net.ring(weights, sharding.moment_shards, 1.0)
-        part = weights * _share(sharding.moment_shards)
-        sent, wire = sent + part, wire + net.leaves(part, sharding.moment_shards)
+    if layout.moment_shards > 1 and layout.weight_shards == 1:
+        after = net.ring(weights, layout.moment_shards, 1.0)
+        part = weights * _share(layout.moment_shards)
+        sent, wire = sent + part, wire + net.leaves(part, layout.moment_shards)
     messages = [(float(sums), each + during, pieces)]
     if each and micro_batches > sums:
         messages.append((float(micro_batches - sums), each, pieces))
@@ -473,16 +430,16 @@ The second is set so that the one published run with an offload whose table is c
 """
 
 
-def offload_seconds(shape: Shape, gpu: Gpu, sharding: Sharding, micro_batches: int) -> float:
+def offload_seconds(shape: Shape, gpu: Gpu, layout: Layout, micro_batches: int) -> float:
     """Seconds of an optimizer step spent on the bus and in the CPU's update; computation hides none of it."""
     bytes_on_bus = 0.0
-    if sharding.offloads_moments:
-        sums = micro_batches if sharding.reduces_each_micro_batch else 1
-        bytes_on_bus += sums * sharding.gradient_bytes * shape.parameters / sharding.gradient_shards
-        bytes_on_bus += sharding.weight_bytes * shape.parameters / sharding.moment_shards
-    if sharding.offloads_weights:
-        gathers = 2 if sharding.regathers else 1
-        bytes_on_bus += micro_batches * gathers * sharding.weight_bytes * shape.parameters / sharding.weight_shards
-    on_machine = min(sharding.processes, gpu.per_machine)
-    on_cpu = 28 * shape.parameters / sharding.moment_shards * on_machine if sharding.offloads_moments else 0.0
+    if layout.offloads_moments:
+        sums = micro_batches if layout.reduces_each_micro_batch else 1
+        bytes_on_bus += sums * layout.gradient_bytes * shape.parameters / layout.gradient_shards
+        bytes_on_bus += layout.weight_bytes * shape.parameters / layout.moment_shards
+    if layout.offloads_weights:
+        gathers = 2 if layout.regathers else 1
+        bytes_on_bus += micro_batches * gathers * layout.weight_bytes * shape.parameters / layout.weight_shards
+    on_machine = min(layout.processes, gpu.per_machine)
+    on_cpu = 28 * shape.parameters / layout.moment_shards * on_machine if layout.offloads_moments else 0.0
     return bytes_on_bus / BUS + on_cpu / HOST_UPDATE

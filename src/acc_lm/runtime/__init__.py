@@ -33,7 +33,17 @@ from acc_lm.runtime.engines.shards import (
 )
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
-from acc_lm.runtime.launch.layout import LIVE, Compute, Layout, layout_of
+from acc_lm.runtime.launch.layout import (
+    CONFIGS_BY_SIZE,
+    MAX_LIVE,
+    NOT_PLANNED,
+    Compute,
+    Placement,
+    can_compile,
+    configs_for,
+    launch_words,
+    placement_of,
+)
 from acc_lm.runtime.launch.request import split_global_batch
 from acc_lm.runtime.launch.threads import choose_threads, keep_threads
 from acc_lm.runtime.monitoring.bandwidth import (
@@ -59,26 +69,30 @@ from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_
 __all__ = [
     "BUCKETED_CONFIGS",
     "COLLECTIVES",
+    "CONFIGS_BY_SIZE",
     "COUNT_TRAFFIC",
-    "LIVE",
+    "MAX_LIVE",
+    "NOT_PLANNED",
     "WEIGHT",
     "Compute",
     "Gradients",
     "Identity",
-    "Layout",
     "Memory",
     "Pace",
     "Peers",
     "Piece",
+    "Placement",
     "Traffic",
     "bare_model",
     "build_accelerator",
     "bus_bandwidth",
+    "can_compile",
     "check_config",
     "check_replicas",
     "check_run",
     "choose_threads",
     "close",
+    "configs_for",
     "count_updates",
     "cpu_group",
     "data_parallel",
@@ -95,12 +109,13 @@ __all__ = [
     "keep_gradients_home",
     "keep_libraries",
     "keep_threads",
-    "layout_of",
+    "launch_words",
     "machine",
     "memory_held",
     "on_main",
     "peak_memory_gb",
     "pieces_of",
+    "placement_of",
     "prepare",
     "publish_weights",
     "quiet_libraries",

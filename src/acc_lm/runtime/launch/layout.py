@@ -1,9 +1,9 @@
-"""Layout of a launch: where weights, gradients and moments of a model live, in numbers, for `acc-lm plan`."""
+"""Placement of a model's training state under an Accelerate config, in numbers: bytes of a parameter, and what is shared."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,58 +15,59 @@ if TYPE_CHECKING:
     from acc_lm.config import Config
 
 Compute = Literal["autocast", "cast", "own"]
-BUCKET = 1e9
-"""Bytes of DeepSpeed's buckets: 5e8 elements of 16 bits to gather into, which is its default."""
-LIVE = 1e9
+"""autocast: stored weights under autocast; cast: 16-bit copies of the weights; own: weights in the dtype that they have."""
+BUCKET_BYTES = 1e9
+"""DeepSpeed's buffer for 5e8 elements of 16 bits, its default."""
+MAX_LIVE = 1e9
 """Elements that ZeRO-3 keeps gathered at most, its default."""
+STORED = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Bytes of each parameter on each device of a launch, and what is sent.
+class Placement:
+    """Bytes of a parameter on each device of a launch, and how they are shared.
 
-    Frozen parameters have weights only. "Between" is between the micro-batches of a step.
+    Frozen parameters have weights only.
     """
 
     config: str
     """Name of the Accelerate config."""
     num_processes: int
     num_machines: int
-    shards: int
-    """Processes that share one copy of what is sharded; 1: nothing is."""
     compute: Compute
-    """autocast: stored weights under autocast; cast: a 16-bit copy, gathered or kept; own: in the stored dtype."""
+    precision: str
     weights: float
     """Bytes of a parameter that are always on the device."""
-    trained: float
-    """Bytes of a trained parameter that are always on the device in addition: moments, masters, buckets."""
+    state: float
+    """Bytes of a trained parameter that are always there in addition: moments, fp32 weights, DDP's buckets."""
     gradients: float
-    """Bytes of a trained parameter's gradient: on the device between micro-batches and at the end of a step."""
-    gathers: Literal["nothing", "blocks", "kept", "limited"]
-    """Weights that are gathered: block by block, all blocks until the backward, or up to a number of elements."""
-    buckets: float
+    """Bytes of a trained parameter's gradient between micro-batches and at the end of a step."""
+    gathers: Literal["nothing", "blocks", "all blocks", "limited"] = "nothing"
+    """Weights that are gathered: block by block, all until the backward pass, or up to a number of elements."""
+    buffers: float = 0.0
     """Bytes of buffers for communication."""
-    host: float
+    host: float = 0.0
     """Bytes of a trained parameter in the memory of the machine."""
-    overlaps: bool
-    """True if communication runs while gradients are computed."""
-    sends: Literal["nothing", "gradients", "updates", "parts"]
-    """Sent: gradients once in a step; also updated weights; weights and gradients with every micro-batch."""
+    shards: int = 1
+    """Processes that share one copy of what is sharded."""
+    shards_weights: bool = False
+    shards_gradients: bool = False
+    shards_moments: bool = False
+    overlap: float = 0.9
+    """Share of the computation that communication can run next to."""
+    offloads_moments: bool = False
+    offloads_weights: bool = False
 
     @property
     def replicas(self) -> int:
         return self.num_processes // self.shards
 
-    @property
-    def is_offloaded(self) -> bool:
-        return self.host > 0
 
-
-def layout_of(file: Path, num_processes: int, num_machines: int, config: Config) -> Layout:
-    """Layout of this recipe under an Accelerate config, with other than its own number of GPUs.
+def placement_of(file: Path, num_processes: int, num_machines: int, config: Config) -> Placement:
+    """Placement of this recipe's model under an Accelerate config, for other than its own number of processes.
 
     Raises:
-        MachineError: the config cannot be launched so.
+        MachineError: the config cannot be launched like that.
     """
     here = num_processes // num_machines
     options = ["--num_processes", str(num_processes), "--num_machines", str(num_machines)]
@@ -75,77 +76,97 @@ def layout_of(file: Path, num_processes: int, num_machines: int, config: Config)
     with launched(file, options):
         strategy = requested_strategy()
         precision = requested_precision(config.training.mixed_precision)
-        shards = min(here, num_processes) if strategy == "hsdp" else num_processes
         keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
         offloads = flag("FSDP_OFFLOAD_PARAMS")
-        devices = (
-            (offload_device("optimizer"), offload_device("param"))
-            if strategy.startswith("deepspeed")
-            else ("none",) * 2
-        )
-    own = 2 if config.model.dtype == "bfloat16" else 8 if config.model.dtype == "float64" else 4
-    is_mixed, name = precision != "no", file.stem
-    if strategy in ("single", "ddp"):
-        compute: Compute = "autocast" if is_mixed else "own"
-        buckets = own if strategy == "ddp" else 0  # of all gradients, which are views of them
-        gradients = 0 if strategy == "ddp" else own
-        sends = "gradients" if strategy == "ddp" else "nothing"
-        return Layout(
-            name,
-            num_processes,
-            num_machines,
-            1,
-            compute,
-            own,
-            2 * own + buckets,
-            gradients,
-            "nothing",
-            0,
-            0,
-            True,
-            sends,  # type: ignore[arg-type]
-        )
-    compute = "cast" if is_mixed else "own"
-    if strategy in ("fsdp2", "hsdp"):
-        on_device = 0.0 if offloads else 1.0
-        return Layout(
-            name,
-            num_processes,
-            num_machines,
-            shards,
-            compute,
-            own / shards * on_device,
-            2 * own / shards * on_device,
-            own / shards * on_device,
-            "kept" if keeps else "blocks",
-            0,
-            (0 if on_device else 4 * own / shards),
-            True,
-            "parts",
-        )
-    stage = int(strategy[-1])
-    small, n = (2 if is_mixed else 4), num_processes
-    masters = (12 if is_mixed else 8) / n
-    summed = (4 if is_mixed else 0) + small  # fp32 sums next to the gradients of a micro-batch
-    weights = small / n if stage == 3 else float(small)
-    kept = {1: float(summed), 2: 4 / n, 3: (4 + small + (2 if is_mixed else 0)) / n}[stage]
-    host = 0.0
-    if devices[0] != "none":
-        host, masters, kept = masters + 4 / n, 0.0, 0.0
-    if devices[1] != "none":
-        host, weights = host + weights, 0.0
-    return Layout(
-        name,
-        num_processes,
-        num_machines,
-        n,
-        compute,
-        weights,
-        masters,
-        kept,
-        "limited" if stage == 3 else "nothing",
-        BUCKET,
-        host,
-        stage == 3,
-        "parts" if stage == 3 else "updates",
+        is_deepspeed = strategy.startswith("deepspeed")
+        devices = (offload_device("optimizer"), offload_device("param")) if is_deepspeed else ("none", "none")
+    stored = STORED[config.model.dtype]
+    is_mixed = precision != "no"
+    compute: Compute = "own" if not is_mixed else "autocast" if strategy in ("single", "ddp") else "cast"
+    found = Placement(
+        file.stem, num_processes, num_machines, compute, precision, stored, 2 * stored, stored, shards=num_processes
     )
+    if strategy == "single":
+        return replace(found, shards=1)
+    if strategy == "ddp":  # gradients are views of buckets, which always exist
+        return replace(found, shards=1, state=3 * stored, gradients=0)
+    if not is_deepspeed:
+        shards = here if strategy == "hsdp" else num_processes
+        share = stored / shards
+        found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
+        found = replace(found, gathers="all blocks" if keeps else "blocks")
+        if offloads:
+            found = replace(found, weights=0, state=0, gradients=0, host=4 * share)
+            return replace(found, offloads_weights=True, offloads_moments=True)
+        return replace(found, weights=share, state=2 * share, gradients=share)
+    return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices)
+
+
+def _of_deepspeed(found: Placement, stage: int, is_mixed: bool, devices: tuple[str, str]) -> Placement:
+    """Placement of ZeRO, with fp32 weights and fp32 sums of gradients next to 16-bit ones under mixed precision."""
+    n, small = found.num_processes, 2 if is_mixed else 4
+    weights = small / n if stage == 3 else float(small)
+    state = (12 if is_mixed else 8) / n
+    gradients = {1: float(small + 4 * is_mixed), 2: 4 / n, 3: (4 + small + 2 * is_mixed) / n}[stage]
+    found = replace(found, shards_moments=True, shards_gradients=stage > 1, shards_weights=stage > 2)
+    found = replace(found, weights=weights, state=state, gradients=gradients, buffers=BUCKET_BYTES)
+    found = replace(found, gathers="limited" if stage == 3 else "nothing", overlap=0.5 if stage == 3 else 0.0)
+    if devices[0] != "none":
+        found = replace(found, offloads_moments=True, state=0, gradients=0, host=state + 4 / n)
+    if devices[1] != "none":
+        found = replace(found, offloads_weights=True, weights=0, host=found.host + weights)
+    return found
+
+
+CONFIGS_BY_SIZE = {
+    "one GPU": ("single_gpu", "deepspeed_zero2_offload", "deepspeed_zero3_offload"),
+    "one machine": (
+        "ddp",
+        "deepspeed_zero1",
+        "fsdp2_grad_op",
+        "deepspeed_zero2",
+        "fsdp2",
+        "deepspeed_zero3",
+        "deepspeed_zero2_offload",
+        "fsdp2_offload",
+        "deepspeed_zero3_offload",
+    ),
+    "several machines": ("multi_node_ddp", "multi_node_hsdp", "fsdp2", "multi_node_deepspeed_zero3"),
+}
+"""Accelerate configs to compare, the simplest first."""
+NOT_PLANNED = {
+    "cpu": "for a machine without GPUs",
+    "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
+    "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
+    "deepspeed_zero3_nvme": "the speed of a disk is not known",
+}
+"""The other files of accelerate_configs/, and why no plan is made for them."""
+
+
+def configs_for(num_processes: int, num_machines: int) -> tuple[str, ...]:
+    """Names of the Accelerate configs to compare on this number of GPUs, the simplest first."""
+    if num_processes == 1:
+        return CONFIGS_BY_SIZE["one GPU"]
+    return CONFIGS_BY_SIZE["one machine" if num_machines == 1 else "several machines"]
+
+
+def can_compile(placement: Placement) -> bool:
+    """True if the layers of the model can be compiled under this config."""
+    if placement.offloads_weights or placement.offloads_moments:
+        return False
+    return "zero1" not in placement.config and "zero3" not in placement.config
+
+
+def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
+    """Options of `accelerate launch` for this placement, besides its config."""
+    words = ["--num_processes", str(placement.num_processes)]
+    if placement.num_machines > 1:
+        words += ["--num_machines", str(placement.num_machines), "--machine_rank", "RANK", "--main_process_ip", "HOST"]
+        if 1 < placement.shards < placement.num_processes:
+            words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
+            words += ["--parallelism_config_dp_shard_size", str(placement.shards)]
+    if compiled:
+        words += ["--dynamo_backend", "inductor"]
+        if placement.shards_weights:
+            words.append("--dynamo_use_regional_compilation")
+    return words if placement.num_processes > 1 else words[2:]

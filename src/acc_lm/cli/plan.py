@@ -1,0 +1,221 @@
+"""`acc-lm plan`: what fits on which GPUs, how fast it is, and what it costs, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from acc_lm.cli import split_recipe, stdout_on_stderr
+from acc_lm.errors import MachineError
+
+if TYPE_CHECKING:
+    from acc_lm.config import Config
+    from acc_lm.planning.plan import Candidate, Machine, RunPlan
+    from acc_lm.planning.probe import Probe
+
+GIB = 2**30
+MORE = (2, 4, 8, 16, 32, 64)
+"""Multiples of the number of GPUs that are tried if nothing fits."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", required=True, metavar="NxGPU", help="number and kind of GPUs, e.g. 8xH100")
+    parser.add_argument("--config", dest="only", metavar="NAME", help="consider this Accelerate config alone")
+    parser.add_argument(
+        "--network", type=float, default=400, metavar="GBIT", help="Gbit/s of each GPU's link to others"
+    )
+    parser.add_argument("--machine-memory", type=float, default=1000, metavar="GB", help="memory of a machine, in GB")
+    parser.add_argument("--price", type=float, metavar="X", help="price of a GPU hour, in any currency")
+    parser.add_argument("--all", action="store_true", help="print every combination, not the best of each config")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument("overrides", nargs="*", metavar="RECIPE or section.key=value", help="recipe and its keys")
+
+
+def run(known: argparse.Namespace) -> int:
+    from acc_lm.config.loading import load_config
+    from acc_lm.config.project import find_recipe
+    from acc_lm.planning.hardware import parse_gpus
+    from acc_lm.planning.plan import Machine, make_plan
+    from acc_lm.planning.probe import Probe
+    from acc_lm.runtime import quiet_libraries
+
+    recipe, overrides = split_recipe(None, known.overrides)
+    num_gpus, gpu = parse_gpus(known.gpus)
+    machine = Machine(gpu, num_gpus, known.network / 8 * 1e9, known.machine_memory * 1e9)
+    with stdout_on_stderr():
+        quiet_libraries()
+        config = load_config(find_recipe(recipe or "quickstart"), overrides)
+        pinned = any(word.startswith("training.micro_batch_size=") for word in overrides)
+        probe = Probe(config, vocabulary_of(config))
+        found = make_plan(config, probe, machine, config.training.micro_batch_size if pinned else None, known.only)
+    shown = found.candidates if known.all else found.best_of_each_config()
+    if known.json:
+        best = found.recommended
+        rows = [each.as_json() for each in shown]
+        print(json.dumps({"rows": rows, "recommended": best and best.as_json()}, indent=1))
+    else:
+        _print_table(config, probe, machine, found, shown, known.price)
+        _print_recommendation(config, machine, found, recipe or "quickstart")
+    if found.recommended is None and not known.json:
+        for line in _ways_out(config, probe, machine, found, known.only):
+            print(line)
+    return 0 if found.recommended else MachineError.exit_code
+
+
+def vocabulary_of(config: Config) -> int:
+    """Number of ids that the model needs if its config names none."""
+    from acc_lm.text.tokenizer import count_ids, load_tokenizer
+
+    if config.model.config is None or "vocab_size" in config.model.config:
+        return 0
+    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    if tokenizer is not None:
+        return count_ids(tokenizer)
+    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 257
+
+
+def _print_table(
+    config: Config, probe: Probe, machine: Machine, found: RunPlan, shown: list[Candidate], price: float | None
+) -> None:
+    counts, length = probe.parameters, config.data.sequence_length
+    rows, steps = config.training.global_batch_size, config.training.max_steps
+    trained = "" if counts.trained == counts.total else f", {counts.trained / 1e6:,.1f} million of them trained"
+    flops = f"; {found.shape.flops_per_token(length) / 1e9:,.2f} GFLOP a token" if found.shape else ""
+    several = f", {machine.num_machines} machines" if machine.num_machines > 1 else ""
+    print(f"model      {counts.total / 1e6:,.1f} million weights in {counts.num_blocks} blocks{trained}{flops}")
+    print(f"step       {rows} rows of {length:,} = {rows * length:,} tokens" + (f"; {steps:,} steps" if steps else ""))
+    print(f"hardware   {machine.num_gpus} x {machine.gpu.name}, {machine.gpu.memory_gib:g} GiB each{several}")
+    print(
+        "certainty  memory: tensors within a few percent, allocator 8 to 20 % on top, CUDA 0.6 GiB, NCCL 1 GiB; "
+        + ("speed: a range that holds four of five published runs, not measured here" if found.shape else "")
+    )
+    if found.shape is None:
+        print("speed      not modelled for mixtures of experts, adapters and unusual blocks; measure it with --dry-run")
+    print()
+    money = f"{'cost':>10}" if price is not None else ""
+    print(
+        f"  {'config':27}{'micro x accum':>14} {'checkpointing':>13} {'compile':>7} {'GiB a GPU':>10} {'room':>5} "
+        f"{'1,000 tokens/s':>15} {'MFU':>5} {'network':>9} {'hours':>11}{money}"
+    )
+    for each in shown:
+        print(_line(each, config, machine, each is found.recommended, price))
+    print()
+
+
+def _line(each: Candidate, config: Config, machine: Machine, is_recommended: bool, price: float | None) -> str:
+    memory = each.memory
+    size = f"{each.micro_batch_size} x {each.accumulation}"
+    compiled = "yes" if each.compiled else "no"
+    text = (
+        f"{'*' if is_recommended else ' '} {each.placement.config:27}{size:>14} {each.checkpointing:>13} {compiled:>7} "
+    )
+    text += f"{memory.low / GIB:4.0f}-{memory.high / GIB:<5.0f} "
+    if each.fits == "host":
+        return f"{text} needs {memory.host / 1e9:,.0f} GB of the machine's memory"
+    if each.fits == "no":
+        parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+        largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:3] if size > 0.05 * GIB)
+        return f"{text} does not fit: {largest} GiB"
+    text += f"{100 * (1 - memory.middle / machine.memory):3.0f} % "
+    if each.time is None:
+        return text + ("  tight" if each.fits == "tight" else "")
+    n, speed = each.placement.num_processes, each.time.tokens_per_second
+    text += f"{n * speed.low / 1e3:6,.0f}-{n * speed.high / 1e3:<8,.0f} {100 * each.time.utilization:3.0f} % "
+    text += f"{each.time.network_bytes / 1e9:6,.1f} GB " if machine.num_machines > 1 else f"{'-':>9} "
+    if config.training.max_steps:
+        tokens = config.training.max_steps * config.training.global_batch_size * config.data.sequence_length
+        hours = [tokens / (n * value) / 3600 for value in (speed.high, speed.low)]
+        text += f"{hours[0]:5,.1f}-{hours[1]:<6,.1f}"
+        if price is not None:
+            text += f"{hours[0] * n * price:,.0f}-{hours[1] * n * price:,.0f}"
+    notes = ["tight"] * (each.fits == "tight") + ["extrapolated"] * bool(each.time.extrapolated)
+    return f"{text} {', '.join(notes)}".rstrip()
+
+
+def _print_recommendation(config: Config, machine: Machine, found: RunPlan, recipe: str) -> None:
+    from acc_lm.planning.plan import AS_FAST, ROOM, command
+
+    best = found.recommended
+    if best is None:
+        return
+    memory = best.memory
+    print(
+        f"take {best.placement.config}: the simplest of those within {100 * (1 - AS_FAST):.0f} % of the fastest that fits"
+    )
+    parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size > 0.05 * GIB)
+    print(
+        f"  memory   {parts} = {memory.tensors / GIB:.1f} GiB of tensors, {memory.low / GIB:.0f} to {memory.high / GIB:.0f} in all"
+    )
+    if best.time is not None:
+        time = best.time
+        shares = {
+            "products": time.products, "attention": time.attention, "memory traffic": time.traffic,
+            "communication": time.communication, "update": time.update, "offload": time.offload,
+        }  # fmt: skip
+        text = ", ".join(
+            f"{name} {100 * value / time.total:.0f} %" for name, value in shares.items() if value > 0.005 * time.total
+        )
+        print(f"  step     {text} of {time.seconds.low:.2f} to {time.seconds.high:.2f} s")
+        if time.extrapolated:
+            print(f"  unsure   {time.extrapolated}")
+    others = [each for each in found.best_of_each_config() if each is not best]
+    for each in sorted(others, key=lambda each: -each.tokens_per_second)[:2]:
+        print(f"  not {each.placement.config}: {_why_not(each, best, machine, ROOM)}")
+    print(f"\n  {command(best, f'recipes/{recipe}.yaml' if '/' not in recipe and '.' not in recipe else recipe)}")
+    print("  the same with --dry-run first runs every stage once")
+
+
+def _why_not(each: Candidate, best: Candidate, machine: Machine, room: float) -> str:
+    if each.fits == "no":
+        return f"does not fit, {each.memory.low / GIB:.0f} GiB at least"
+    if each.fits == "host":
+        return f"needs {each.memory.host / 1e9:,.0f} GB of the machine's memory"
+    if not best.tokens_per_second:
+        return "less simple"
+    gain = 100 * (each.tokens_per_second / best.tokens_per_second - 1)
+    if each.fits == "tight" and best.fits == "yes":
+        return f"{gain:+.0f} %, and it only just fits"
+    if gain < -5:
+        return f"{-gain:.0f} % slower"
+    if each.memory.middle > room * machine.memory:
+        return f"{gain:+.0f} %, within the error, with little room"
+    return f"{gain:+.0f} %, within the error, and less simple"
+
+
+def _ways_out(config: Config, probe: Probe, machine: Machine, found: RunPlan, only: str | None) -> list[str]:
+    """Smallest changes with which something fits."""
+    from dataclasses import replace
+
+    from acc_lm.errors import UserError
+    from acc_lm.planning.plan import make_plan
+
+    lines = ["nothing fits"]
+    on_host = [each for each in found.candidates if each.fits == "host"]
+    if on_host:
+        least = min(on_host, key=lambda each: each.memory.host)
+        lines.append(
+            f"  {least.placement.config} fits with {least.memory.host / 1e9:,.0f} GB of memory in each machine"
+        )
+    else:
+        least = min(found.candidates, key=lambda each: each.memory.low)
+        needed = f"{least.memory.low / GIB:.0f} GiB of {machine.gpu.memory_gib:g}"
+        lines[0] += f": {least.placement.config} with checkpointing {least.checkpointing} needs {needed} at least"
+    for times in MORE:
+        larger = replace(machine, num_gpus=machine.num_gpus * times)
+        try:
+            better = make_plan(config, probe, larger, 1, only).recommended
+        except UserError:
+            continue
+        if better is not None:
+            lines.append(
+                f"  {larger.num_gpus} x {machine.gpu.name} fit: {better.placement.config}, micro-batch 1, checkpointing {better.checkpointing}"
+            )
+            break
+    if config.adapter.kind == "none" and config.model.name_or_path:
+        lines.append("  adapter.kind=lora trains a thousandth of the weights")
+    if (config.training.mixed_precision or "no") == "no":
+        lines.append(f"  training.mixed_precision={machine.gpu.precision} halves the activations")
+    if config.data.sequence_length > 1024:
+        lines.append("  a shorter data.sequence_length needs less for activations")
+    return lines

@@ -1,0 +1,252 @@
+"""A plan: every Accelerate config x micro-batch x checkpointing x compilation, what fits, and the one to take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from acc_lm.config.project import find_accelerate_config
+from acc_lm.errors import ConfigError
+from acc_lm.planning.hardware import Gpu
+from acc_lm.planning.memory import GIB, MemoryEstimate, memory_of
+from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
+from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
+from acc_lm.runtime import Placement, can_compile, configs_for, launch_words, placement_of
+
+if TYPE_CHECKING:
+    from acc_lm.config import Config
+
+MAX_POSITIONS = 2**17
+"""Positions of a micro-batch beyond which a larger one is no faster."""
+AS_FAST = 0.95
+"""Share of the highest speed from which another candidate counts as equally fast: the model cannot tell them apart."""
+ROOM = 0.85
+"""Share of the memory that the recommended candidate uses at most, if another one is as fast."""
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware to plan for."""
+
+    gpu: Gpu
+    num_gpus: int
+    network: float = 50e9
+    """Bytes per second of each GPU's link to other machines."""
+    host_memory: float = 1e12
+    """Bytes of memory of a machine."""
+
+    @property
+    def num_machines(self) -> int:
+        return max(1, math.ceil(self.num_gpus / self.gpu.per_machine))
+
+    @property
+    def memory(self) -> float:
+        """Usable bytes of a GPU."""
+        return self.gpu.memory_gib * GIB
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a recipe."""
+
+    placement: Placement
+    order: int
+    """Rank of its config, the simplest first."""
+    micro_batch_size: int
+    accumulation: int
+    checkpointing: Checkpointing
+    compiled: bool
+    memory: MemoryEstimate
+    fits: str
+    """yes, tight, no, or host: the memory of the machine is too small."""
+    time: StepTime | None
+    """Predicted step; None for models whose speed is not modelled."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Most likely speed of all GPUs together; 0 if it is not known."""
+        return self.time.tokens_per_second.middle * self.placement.num_processes if self.time else 0.0
+
+    @property
+    def runs(self) -> bool:
+        return self.fits in ("yes", "tight")
+
+    def as_json(self) -> dict[str, Any]:
+        """The candidate as `acc-lm plan --json` prints it."""
+        speed = self.time.tokens_per_second if self.time else None
+        n, memory = self.placement.num_processes, self.memory
+        return {
+            "config": self.placement.config,
+            "micro_batch_size": self.micro_batch_size,
+            "accumulation": self.accumulation,
+            "gradient_checkpointing": self.checkpointing,
+            "compile": self.compiled,
+            "fits": self.fits,
+            "memory_gib": {"tensors": memory.tensors / GIB, "low": memory.low / GIB, "high": memory.high / GIB},
+            "host_memory_gib": memory.host / GIB,
+            "tokens_per_second": {"low": n * speed.low, "middle": n * speed.middle, "high": n * speed.high}
+            if speed
+            else None,
+            "mfu": self.time.utilization if self.time else None,
+            "sent_gb_per_step": self.time.bytes_sent / 1e9 if self.time else None,
+            "network_gb_per_step": self.time.network_bytes / 1e9 if self.time else None,
+            "extrapolated": self.time.extrapolated if self.time else "",
+        }
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All candidates of a recipe on some hardware."""
+
+    candidates: list[Candidate]
+    recommended: Candidate | None
+    shape: Shape | None
+    """Sizes that the speed was computed with; None for models whose speed is not modelled."""
+
+    def best_of_each_config(self) -> list[Candidate]:
+        """One candidate of each config: the recommended one, else the simplest of the fastest, else the smallest."""
+        names = dict.fromkeys(each.placement.config for each in self.candidates)
+        return [self._best([each for each in self.candidates if each.placement.config == name]) for name in names]
+
+    def _best(self, candidates: list[Candidate]) -> Candidate:
+        if self.recommended in candidates and self.recommended is not None:
+            return self.recommended
+        return _simplest_of_fastest(candidates) or min(candidates, key=lambda each: each.memory.tensors)
+
+
+def make_plan(
+    config: Config, probe: Probe, machine: Machine, micro_batch_size: int | None, only: str | None
+) -> RunPlan:
+    """Plan a recipe.
+
+    Args:
+        micro_batch_size: the only one to consider; None: every divisor of a process's rows.
+        only: name or file of the only Accelerate config to consider.
+
+    Raises:
+        ConfigError: the global batch cannot be divided among the GPUs.
+    """
+    rows, rest = divmod(config.training.global_batch_size, machine.num_gpus)
+    if rest or not rows:
+        raise ConfigError(
+            f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
+            f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
+        )
+    length = config.data.sequence_length
+    sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b * length <= MAX_POSITIONS)]
+    if micro_batch_size is not None:
+        sizes = [min(micro_batch_size, rows)]
+        if rows % sizes[0]:
+            raise ConfigError(
+                f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; change it"
+            )
+    names = (only,) if only else configs_for(machine.num_gpus, machine.num_machines)
+    shape = shape_of(probe)
+    found = []
+    for order, name in enumerate(names):
+        placement = placement_of(find_accelerate_config(name), machine.num_gpus, machine.num_machines, config)
+        for checkpointing in SWITCH:
+            for size in sizes:
+                for compiled in (False, True) if can_compile(placement) else (False,):
+                    found.append(
+                        _candidate(config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled)
+                    )
+    return RunPlan(found, _recommend(found, machine), shape)
+
+
+def _candidate(
+    config: Config,
+    probe: Probe,
+    machine: Machine,
+    shape: Shape | None,
+    placement: Placement,
+    order: int,
+    size: int,
+    rows: int,
+    checkpointing: Checkpointing,
+    compiled: bool,
+) -> Candidate:
+    memory = memory_of(probe, placement, size, rows // size, checkpointing)
+    fits = memory.verdict(machine.memory)
+    if fits != "no" and memory.host > machine.host_memory:
+        fits = "host"
+    time = None
+    if shape is not None:
+        dtype = COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
+        again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
+        work = Work(config.data.sequence_length, size, rows // size, again, compiled, dtype)
+        time = step_time(shape, machine.gpu, _layout(placement), work, machine.network)
+    return Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
+
+
+def _layout(placement: Placement) -> Layout:
+    """The placement as the speed model takes it."""
+    n = placement.shards
+    is_sharded = placement.shards_weights
+    return Layout(
+        weight_shards=n if is_sharded else 1,
+        gradient_shards=n if placement.shards_gradients else 1,
+        moment_shards=n if placement.shards_moments else 1,
+        replicas=placement.replicas,
+        regathers=placement.gathers in ("blocks", "limited"),
+        reduces_each_micro_batch=placement.shards_gradients,
+        scatters_gradients=is_sharded,
+        overlap=placement.overlap,
+        weight_bytes=2 if placement.compute == "cast" else 4,
+        casts_weights=placement.compute == "autocast",
+        offloads_moments=placement.offloads_moments,
+        offloads_weights=placement.offloads_weights,
+    )
+
+
+def shape_of(probe: Probe) -> Shape | None:
+    """Sizes of a decoder of equal blocks for the speed model; None for other models, adapters, and mixtures of experts."""
+    sizes = probe.sizes
+    if sizes is None or probe.parameters.trained < probe.parameters.total:
+        return None
+    return Shape(**sizes)
+
+
+def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) -> Candidate | None:
+    """The simplest of the candidates that run about as fast as the fastest; None if none fits."""
+    running = [each for each in candidates if each.fits == "yes"] or [each for each in candidates if each.runs]
+    if not running:
+        return None
+    fastest = max(each.tokens_per_second for each in running)
+    near = [each for each in running if each.tokens_per_second >= AS_FAST * fastest]
+    names = list(SWITCH)
+    first = min(
+        near,
+        key=lambda each: (
+            each.memory.middle > ROOM * memory,
+            each.order,
+            names.index(each.checkpointing),
+            -each.compiled,
+            -each.tokens_per_second,
+        ),
+    )
+    same = [
+        each
+        for each in near
+        if (each.order, each.checkpointing, each.compiled) == (first.order, first.checkpointing, first.compiled)
+    ]
+    best = max(each.tokens_per_second for each in same)
+    return min(
+        (each for each in same if each.tokens_per_second >= 0.985 * best), key=lambda each: each.micro_batch_size
+    )
+
+
+def _recommend(candidates: list[Candidate], machine: Machine) -> Candidate | None:
+    return _simplest_of_fastest(candidates, machine.memory)
+
+
+def command(candidate: Candidate, recipe: str) -> str:
+    """Command line that runs the candidate."""
+    words = ["accelerate launch", f"--config_file accelerate_configs/{candidate.placement.config}.yaml"]
+    words += [*launch_words(candidate.placement, compiled=candidate.compiled), "train.py", "--config", recipe]
+    words.append(f"training.micro_batch_size={candidate.micro_batch_size}")
+    switch = SWITCH[candidate.checkpointing]
+    words.append(f"model.gradient_checkpointing={switch if isinstance(switch, str) else str(switch).lower()}")
+    return " ".join(words)
