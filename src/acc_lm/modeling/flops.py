@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:  # torch is imported where a model is: planning reads the peaks and conventions without it
+    import torch
+    from torch import Tensor, nn
 
 PEAKS: dict[str, dict[str, float]] = {
     # HGX B200 and B300: 36 PFLOP/s for 8 GPUs with sparsity; GB200 and GB300 NVL72: 360 for 72.
@@ -34,9 +35,11 @@ PEAKS: dict[str, dict[str, float]] = {
     "L4": {"bfloat16": 121, "float16": 121, "tf32": 60, "float32": 30.3},  # half of 242 and 120 with sparsity
     "L40": {"bfloat16": 181, "float16": 181, "tf32": 90.5, "float32": 90.5},
     "L40S": {"bfloat16": 362, "float16": 362, "tf32": 183},
+    "A10G": {"bfloat16": 70, "float16": 70, "float32": 35},  # AWS's A10G, slower than the A10: data sheet of the EC2 G5
     "RTX A6000": {"bfloat16": 154.8, "float16": 154.8, "tf32": 77.4, "float32": 38.7},  # the white paper of GA102
     "RTX 5090": {"bfloat16": 209.5, "float16": 209.5},  # the white paper of Blackwell for GeForce, sums in fp32
     "RTX 4090": {"bfloat16": 165, "float16": 165},
+    "RTX 3090": {"bfloat16": 71, "float16": 71, "float32": 35.6},  # the white paper of GA102, sums in fp32
     "V100-SXM2": {"float16": 125, "float32": 15.7},
     "V100-PCIE": {"float16": 112, "float32": 14},
     "T4": {"float16": 65, "float32": 8.1},
@@ -114,6 +117,8 @@ def count_flops(
         num_tokens: tokens in that pass.
         attention: called after it; per layer, heads x (size of a key + size of a value), and whether it has a gradient.
     """
+    from torch import nn
+
     sums = {"weights": 0.0}
     known: set[int] = set()
 
@@ -142,10 +147,14 @@ def count_flops(
 
 def _is_product(module: nn.Module) -> bool:
     """Test for torch's Linear and its subclasses (4-bit ones too), and GPT-2's Conv1D, whose weight is transposed."""
+    from torch import nn
+
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _columns(module: Any, size: int) -> int:
+    from torch import nn
+
     if isinstance(module, nn.Linear):
         return int(module.out_features)
     return int(module.weight.shape[1])
@@ -153,4 +162,6 @@ def _columns(module: Any, size: int) -> int:
 
 def few_tokens(vocab_size: int, device: torch.device) -> Tensor:
     """Token ids, int64 [1, 8], enough for `count_flops`."""
+    import torch
+
     return (torch.arange(1, 9, device=device) % vocab_size).reshape(1, 8)

@@ -1,5 +1,10 @@
 """Plans of a run before it starts: what fits into memory, how fast it is, what it sends and costs.
 
-probe    bytes of a micro-batch, measured on the recipe's own model without its data
-memory   memory of a process, from the probe and the layout of its launch
+probe        bytes of a micro-batch, measured on the recipe's own model without its data
+memory       memory of a process, from the probe and the placement of its launch
+plan         every config x micro-batch x checkpointing, what fits, and the one to take
+hardware     facts about GPUs, and reading `8xH100`
+speed        seconds of a step by part, and bytes that it sends
+constants    efficiencies of the speed model, fitted on published figures; generated
+closed_form  memory of Llama- and GPT-2-like models by formula, a second opinion
 """

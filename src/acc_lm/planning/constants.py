@@ -1,19 +1,24 @@
-"""x"""
+"""Efficiencies of the speed model, fitted on published figures; written by `python -m benchmarks.planning`."""
 
+from __future__ import annotations
+
+FITTED_ON = "2026-11-23"
+"""Date of the fit."""
 FITTED = {
-    "products_hopper": 0.58,
-    "products_ampere": 0.81,
-    "width_hopper": 74.0,
-    "width_ampere": 554.0,
-    "tokens": 71.0,
-    "attention_hopper": 0.27,
-    "attention_ampere": 0.34,
-    "traffic": 0.83,
-    "eager": 5.1,
-    "power": 0.6,
-    "fp8": 1.65,
     "jitter": 0.006,
     "interference": 0.1,
-    "hop": 3e-6,
-    "far_hop": 16e-6,
+    "hop": 3e-06,
+    "far_hop": 1.6e-05,
+    "products_hopper": 0.64,
+    "products_ampere": 0.8643,
+    "width_hopper": 154.6,
+    "width_ampere": 502.9,
+    "tokens": 174.5,
+    "attention_hopper": 0.2909,
+    "attention_ampere": 0.3394,
+    "traffic": 0.7141,
+    "eager": 4.509,
+    "power": 0.7304,
+    "fp8": 1.42,
 }
+"""Constants by name; `acc_lm.planning.speed` says what each is."""

@@ -138,7 +138,7 @@ class Recomputed:
 
 
 RECOMPUTED = {"no": Recomputed(), "selective": Recomputed(elementwise=1.0), "yes": Recomputed(1.0, 1.0, 1.0)}
-"""Of each value of model.gradient_checkpointing; selective keeps the results of all products and of attention."""
+"""Recomputation by value of model.gradient_checkpointing; selective keeps the results of all products and of attention."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,11 @@ class Range:
 
 
 SPREAD = 0.20
-"""Relative half-width of a range where nothing was measured: it covers 80 % of the published rows, each left out."""
+"""Half-width of the range of speeds, relative to the middle, where nothing was measured; docs/planning.md: how many runs it holds."""
 CALIBRATED_SPREAD = 0.10
-"""The same after one measured step of the same model, row length and GPU."""
+"""Half-width after one measured step of the same model, row length and GPU."""
 OFFLOAD_SPREAD = 0.5
-"""Relative half-width for seconds of offload: they rest on one published row."""
+"""Half-width for offload, which rests on one published run."""
 EXTRAPOLATED_RATIO, EXTRAPOLATED_PROCESSES = 0.85, 512
 """Communication over computation, and number of GPUs, up to which published scaling was fitted."""
 
@@ -213,10 +213,11 @@ class StepTime:
 
     @property
     def seconds(self) -> Range:
+        """Seconds of the step."""
         spread = CALIBRATED_SPREAD if self.calibrated else SPREAD
         own = self.total - self.offload
-        low, high = own * (1 - spread), own / (1 - spread)
-        return Range(low + self.offload * (1 - OFFLOAD_SPREAD), self.total, high + self.offload / (1 - OFFLOAD_SPREAD))
+        low = own / (1 + spread) + self.offload / (1 + OFFLOAD_SPREAD)
+        return Range(low, self.total, own / (1 - spread) + self.offload / (1 - OFFLOAD_SPREAD))
 
     @property
     def tokens_per_second(self) -> Range:
