@@ -16,29 +16,55 @@ from transformers import AutoConfig
 from acc_lm.config import Config
 from acc_lm.config.loading import load_config
 from acc_lm.config.project import find_accelerate_config
-from acc_lm.planning.memory import GIB, MemoryEstimate, memory_of
+from acc_lm.planning.hardware import GIB
+from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Probe
 from acc_lm.runtime import placement_of, split_global_batch
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-135M": {
-        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
     },
     "HuggingFaceTB/SmolLM2-360M": {
-        "model_type": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
-        "num_attention_heads": 15, "num_key_value_heads": 5, "vocab_size": 49152, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
     },
     "meta-llama/Llama-3.2-1B": {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
     },
     "Qwen/Qwen3-0.6B": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True,
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "head_dim": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 """Shapes of the models that recipes name."""
 PUBLISHED["Qwen/Qwen3-0.6B-Base"] = PUBLISHED["Qwen/Qwen3-0.6B"]
 VOCABULARY = {"openai-community/gpt2": 50257, "HuggingFaceTB/SmolLM2-1.7B": 49152}

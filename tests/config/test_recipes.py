@@ -12,7 +12,7 @@ import pytest
 from processes import ROOT, Finished, run_training
 
 from acc_lm.config.loading import load_config
-from acc_lm.planning.memory import GIB
+from acc_lm.planning.hardware import GIB
 from benchmarks.headers import memory_line, memory_of_recipe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

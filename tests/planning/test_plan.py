@@ -13,7 +13,7 @@ import pytest
 from processes import ROOT
 
 from acc_lm.cli import main
-from acc_lm.planning.memory import GIB
+from acc_lm.planning.hardware import GIB
 from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED
 
 

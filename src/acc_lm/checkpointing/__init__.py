@@ -6,4 +6,5 @@ writing      snapshot, one part per process, manifest, rename
 rotation     which checkpoints to keep, and which is the best
 loading      parts of any number of processes -> this engine's tensors
 resuming     which checkpoint a run may resume from, and loading it
+crash_points  named places at which a test can kill the process
 """

@@ -14,9 +14,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from acc_lm.checkpointing.crash_points import crash_point
 from acc_lm.checkpointing.format import free_name, step_folders
 from acc_lm.config import CheckpointConfig
-from acc_lm.crash_points import crash_point
 from acc_lm.errors import UNSUPPORTED, warn_once
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.metrics_file import gain

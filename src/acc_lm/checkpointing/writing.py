@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm.checkpointing.crash_points import crash_point
 from acc_lm.checkpointing.format import FORMAT, checksum, free_name
 from acc_lm.checkpointing.loading import BUFFER, kept_pieces, kept_shapes, persistent_buffers
 from acc_lm.checkpointing.rotation import rotate
 from acc_lm.config import CheckpointConfig, Config
-from acc_lm.crash_points import crash_point
 from acc_lm.errors import StorageError
 from acc_lm.files import flush, make_readable, storage_errors
 from acc_lm.modeling.adapter import base_checksum

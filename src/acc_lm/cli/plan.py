@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from acc_lm.cli import split_recipe, stdout_on_stderr
 from acc_lm.errors import MachineError
+from acc_lm.planning.hardware import GIB
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
     from acc_lm.planning.plan import Candidate, Machine, RunPlan
     from acc_lm.planning.probe import Probe
 
-GIB = 2**30
 MORE = (2, 4, 8, 16, 32, 64)
 """Multiples of the number of GPUs that are tried if nothing fits."""
 
@@ -134,7 +134,7 @@ def _line(each: Candidate, config: Config, machine: Machine, is_recommended: boo
 
 
 def _print_recommendation(config: Config, machine: Machine, found: RunPlan, recipe: str) -> None:
-    from acc_lm.planning.plan import AS_FAST, ROOM, command
+    from acc_lm.planning.plan import AS_FAST, ROOM, command_line
 
     best = found.recommended
     if best is None:
@@ -150,9 +150,13 @@ def _print_recommendation(config: Config, machine: Machine, found: RunPlan, reci
     if best.time is not None:
         time = best.time
         shares = {
-            "products": time.products, "attention": time.attention, "memory traffic": time.traffic,
-            "communication": time.communication, "update": time.update, "offload": time.offload,
-        }  # fmt: skip
+            "products": time.products,
+            "attention": time.attention,
+            "memory traffic": time.traffic,
+            "communication": time.communication,
+            "update": time.update,
+            "offload": time.offload,
+        }
         text = ", ".join(
             f"{name} {100 * value / time.total:.0f} %" for name, value in shares.items() if value > 0.005 * time.total
         )
@@ -162,7 +166,7 @@ def _print_recommendation(config: Config, machine: Machine, found: RunPlan, reci
     others = [each for each in found.best_of_each_config() if each is not best]
     for each in sorted(others, key=lambda each: -each.tokens_per_second)[:2]:
         print(f"  not {each.placement.config}: {_why_not(each, best, machine, ROOM)}")
-    print(f"\n  {command(best, f'recipes/{recipe}.yaml' if '/' not in recipe and '.' not in recipe else recipe)}")
+    print(f"\n  {command_line(best, f'recipes/{recipe}.yaml' if '/' not in recipe and '.' not in recipe else recipe)}")
     print("  the same with --dry-run first runs every stage once")
 
 

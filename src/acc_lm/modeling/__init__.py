@@ -3,6 +3,7 @@
 build        config -> model that returns its loss
 pretrained   configs and weights from a folder or the Hub
 loss_head    a model's own head, replaced by the fused loss
+fake         the model on fake tensors: any size, without data
 checks       trial runs before training: causal, and packed rows have the gradient of separate ones
 losses       logits and cross-entropy in chunks
 attention    masks of rows that hold several documents

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.flops import peak_of
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Gpu:

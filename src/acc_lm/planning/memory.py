@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from acc_lm.planning.hardware import GIB
 from acc_lm.planning.probe import Checkpointing, Probe
 from acc_lm.runtime import MAX_LIVE, Placement
 
-GIB = 2**30
 CUDA, NCCL = 0.6 * GIB, 1.0 * GIB
 """Bytes of CUDA's context with its libraries, and of NCCL's buffers."""
 ALLOCATOR_LOW, ALLOCATOR_HIGH = 1.08, 1.20

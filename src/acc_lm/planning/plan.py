@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import ConfigError
-from acc_lm.planning.hardware import Gpu
-from acc_lm.planning.memory import GIB, MemoryEstimate, memory_of
+from acc_lm.planning.hardware import GIB, Gpu
+from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
 from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
 from acc_lm.runtime import Placement, can_compile, configs_for, launch_words, placement_of
@@ -140,7 +140,7 @@ def make_plan(
         sizes = [min(micro_batch_size, rows)]
         if rows % sizes[0]:
             raise ConfigError(
-                f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; change it"
+                f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; choose a divisor"
             )
     names = (only,) if only else configs_for(machine.num_gpus, machine.num_machines)
     shape = shape_of(probe)
@@ -242,7 +242,7 @@ def _recommend(candidates: list[Candidate], machine: Machine) -> Candidate | Non
     return _simplest_of_fastest(candidates, machine.memory)
 
 
-def command(candidate: Candidate, recipe: str) -> str:
+def command_line(candidate: Candidate, recipe: str) -> str:
     """Command line that runs the candidate."""
     words = ["accelerate launch", f"--config_file accelerate_configs/{candidate.placement.config}.yaml"]
     words += [*launch_words(candidate.placement, compiled=candidate.compiled), "train.py", "--config", recipe]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Checkpointing = Literal["no", "selective", "full"]
 SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "selective": "selective", "full": True}
 """Value of `model.gradient_checkpointing` for each name."""
-BLOCK = 512
+ALLOCATED = 512
 """Bytes to which CUDA's allocator rounds every tensor up."""
 
 
@@ -91,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK) * BLOCK
+    return -(-num_bytes // ALLOCATED) * ALLOCATED
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,17 @@ class Probe:
         if abs(other) > 0.05 * self.parameters.total:
             return None
         return {
-            "layers": self.num_blocks, "hidden": hidden, "ffn": inner, "gated": is_gated, "heads": heads,
-            "kv_heads": kv_heads, "head_size": size, "vocab": self._sizes[0], "tied": tied, "other_parameters": other,
-        }  # fmt: skip
+            "layers": self.num_blocks,
+            "hidden": hidden,
+            "ffn": inner,
+            "gated": is_gated,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_size": size,
+            "vocab": self._sizes[0],
+            "tied": tied,
+            "other_parameters": other,
+        }
 
     def _count(self) -> tuple[Parameters, tuple[int, int], bool]:
         counts = []
