@@ -13,7 +13,9 @@ import pytest
 from processes import ROOT
 
 from acc_lm.cli import main
+from acc_lm.config import Config
 from acc_lm.planning.hardware import GIB
+from acc_lm.planning.probe import Probe
 from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED
 
 
@@ -44,6 +46,22 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "8B": [str(llama(folder, "8b", 4096, 14336, 32, 32, global_batch_size=128))],
         "70B": [str(llama(folder, "70b", 8192, 28672, 80, 64, global_batch_size=256))],
     }
+
+
+@pytest.fixture(autouse=True)
+def one_probe_of_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of one model measure it once, because a probe takes seconds."""
+
+    def cached(config: Config, vocab_size: int) -> Probe:
+        key = config.model_copy(update={"training": None}).model_dump_json()
+        if key not in PROBES:
+            PROBES[key] = Probe(config, vocab_size)
+        return PROBES[key]
+
+    monkeypatch.setattr("acc_lm.planning.probe.Probe", cached)
+
+
+PROBES: dict[str, Probe] = {}
 
 
 def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -115,7 +133,7 @@ def test_pins_choose_one_config_and_micro_batch(
     recipes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pins = ["--gpus", "8xH100", "--config", "fsdp2", "training.micro_batch_size=2", "--all"]
-    _, found = planned([*recipes["1B"], *pins], capsys)
+    _, found = planned([*recipes["8B"], *pins], capsys)
     assert {(row["config"], row["micro_batch_size"]) for row in found["rows"]} == {("fsdp2", 2)}
     assert len(found["rows"]) == 6  # three kinds of checkpointing, compiled or not
     by_kind = {row["gradient_checkpointing"]: row["memory_gib"]["tensors"] for row in found["rows"]}
