@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import acc_lm.modeling.losses
+from acc_lm.modeling import losses
 from acc_lm.modeling.losses import (
     CHUNK_POSITIONS,
     GPU_CHUNK_LOGITS,
@@ -211,3 +214,19 @@ def test_logits_that_exist_may_have_any_shape() -> None:
     assert torch.equal(each.nll, nll.view(2, 3, 5))
     assert each.is_correct.shape == (2, 3, 5)
     assert each.is_correct.sum() == correct
+
+
+def test_the_branch_of_a_gpu_computes_the_same_softmax_in_slices() -> None:
+    logits = torch.randn(37, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(losses._log_softmax_in_slices(logits, torch.float32), logits.float().log_softmax(-1))
+    hidden, weight = torch.randn(300, 16, dtype=torch.float64), torch.randn(70, 16, dtype=torch.float64)
+    targets = torch.arange(300) % 70
+    found = []
+    for branch in (contextlib.nullcontext(), losses.as_on_gpu()):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        with branch:
+            loss = losses.summed_loss(leaves[0], leaves[1], None, targets)
+            loss.backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)

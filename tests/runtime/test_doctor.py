@@ -168,5 +168,10 @@ def test_a_model_whose_state_exceeds_the_memory_is_refused(
     assert total == pytest.approx(psutil.virtual_memory().total / 1e9, abs=0.1)
     assert main(["doctor", "--config_file", "fsdp2", "--num_processes", "2", *arguments, sizes % 1]) == 0
     assert f"at least {gigabytes / 2:.1f} GB" in capsys.readouterr().out
+    long = ["data.sequence_length=2048", "training.micro_batch_size=16", "training.global_batch_size=32"]
+    assert main(["doctor", "--config_file", "ddp", "--num_processes", "2", *arguments, *long, sizes % 3]) == 4
+    problem = capsys.readouterr().err
+    assert re.search(r"the memory of 2 process\(es\) must hold [\d.]+ GiB, by acc-lm plan, got [\d.]+ GiB", problem)
+    assert "try training.micro_batch_size=8" in problem
     assert main(["doctor", "--config_file", "fsdp2", "--num_processes", "2", *arguments, sizes % 500]) == 4
     assert "error: this machine must have at least 1" in capsys.readouterr().err

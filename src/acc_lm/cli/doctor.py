@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace) -> int:
     from acc_lm.config.loading import load_config
+    from acc_lm.planning.here import memory_here
     from acc_lm.runtime import check_config, machine
 
     if known.config_file is None and (known.config or known.overrides or known.num_processes is not None):
@@ -61,5 +62,7 @@ def run(known: argparse.Namespace) -> int:
         recipe = load_config(known.config, known.overrides) if known.config else None
         with stdout_on_stderr(known.json):
             notes = check_config(known.config_file, known.num_processes, recipe)
+            planned = memory_here(recipe, known.config_file, known.num_processes) if recipe else None
+            notes += [planned] if planned else []
         print(*notes, sep="\n", file=sys.stderr if known.json else sys.stdout)
     return 0

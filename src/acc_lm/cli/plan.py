@@ -37,7 +37,7 @@ def run(known: argparse.Namespace) -> int:
     from acc_lm.config.project import find_recipe
     from acc_lm.planning.hardware import parse_gpus
     from acc_lm.planning.plan import Machine, make_plan
-    from acc_lm.planning.probe import Probe
+    from acc_lm.planning.probe import Probe, vocabulary_of
     from acc_lm.runtime import quiet_libraries
 
     recipe, overrides = split_recipe(None, known.overrides)
@@ -61,18 +61,6 @@ def run(known: argparse.Namespace) -> int:
         for line in _ways_out(config, probe, machine, found, known.only):
             print(line)
     return 0 if found.recommended else MachineError.exit_code
-
-
-def vocabulary_of(config: Config) -> int:
-    """Number of ids that the model needs if its config names none."""
-    from acc_lm.text.tokenizer import count_ids, load_tokenizer
-
-    if config.model.config is None or "vocab_size" in config.model.config:
-        return 0
-    tokenizer = load_tokenizer(config.tokenizer, config.model)
-    if tokenizer is not None:
-        return count_ids(tokenizer)
-    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 257
 
 
 def _print_table(

@@ -334,3 +334,15 @@ class Probe:
                 self._heads[key] = Head(live.most - before, live.now - before, 4.0 * weight.numel() * is_trained)
                 del loss
         return self._heads[key]
+
+
+def vocabulary_of(config: Config) -> int:
+    """Number of ids that the model needs if its config names none."""
+    from acc_lm.text.tokenizer import count_ids, load_tokenizer
+
+    if config.model.config is None or "vocab_size" in config.model.config:
+        return 0
+    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    if tokenizer is not None:
+        return count_ids(tokenizer)
+    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 257

@@ -63,17 +63,22 @@ class Placement:
         return self.num_processes // self.shards
 
 
-def placement_of(file: Path, num_processes: int, num_machines: int, config: Config) -> Placement:
-    """Placement of this recipe's model under an Accelerate config, for other than its own number of processes.
+def placement_of(file: Path, num_processes: int | None, num_machines: int | None, config: Config) -> Placement:
+    """Placement of this recipe's model under an Accelerate config.
+
+    Args:
+        num_processes, num_machines: other than the numbers in the file; None: those.
 
     Raises:
         MachineError: the config cannot be launched like that.
     """
-    here = num_processes // num_machines
-    options = ["--num_processes", str(num_processes), "--num_machines", str(num_machines)]
-    if num_machines > 1:
+    options = [] if num_processes is None else ["--num_processes", str(num_processes)]
+    options += [] if num_machines is None else ["--num_machines", str(num_machines)]
+    if (num_machines or 1) > 1:
         options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
-    with launched(file, options):
+    with launched(file, options) as typed:
+        num_processes, num_machines = int(typed.num_processes), int(typed.num_machines or 1)
+        here = num_processes // num_machines
         strategy = requested_strategy()
         precision = requested_precision(config.training.mixed_precision)
         keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
