@@ -14,7 +14,7 @@ from acc_lm.runtime import placement_of, split_global_batch
 if TYPE_CHECKING:
     from acc_lm.config import Config
 
-LIBRARIES = 0.4 * GIB
+LOADED_LIBRARIES = 0.4 * GIB
 """Bytes that a process on a CPU takes for Python and its libraries."""
 
 
@@ -42,7 +42,7 @@ def memory_here(config: Config, file: Path, num_processes: int | None) -> str | 
         available, low, high, of = float(min(devices)), found.low, found.high, "of each GPU"
     else:
         available, of = float(psutil.virtual_memory().total), f"of {here} process(es)"
-        low = high = here * (found.tensors + LIBRARIES)
+        low = high = here * (found.tensors + LOADED_LIBRARIES)
     text = f"{low / GIB:.1f} to {high / GIB:.1f} GiB" if high > low else f"{low / GIB:.1f} GiB"
     if low > available:
         smaller = (
