@@ -10,7 +10,8 @@ import pytest
 from processes import run_training
 
 from acc_lm.checkpointing.resuming import resumed_at
-from acc_lm.run_files.curves import draw_curves, smooth
+from acc_lm.run_files.charts import smooth
+from acc_lm.run_files.curves import draw_curves
 from acc_lm.run_files.names import METRICS, PICTURE
 
 

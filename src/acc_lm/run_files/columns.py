@@ -40,7 +40,7 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 
 
 @dataclass
-class Columns:
+class MetricColumns:
     """Finite values of all metrics by name, read from a file that may still grow."""
 
     _pairs: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Columns:
                 self._offset += len(line)
                 self._take(line)
 
-    def add(self, entries: Iterable[dict[str, Any]]) -> Columns:
+    def add(self, entries: Iterable[dict[str, Any]]) -> MetricColumns:
         """Add entries that were read already."""
         for entry in entries:
             self._add(entry)
