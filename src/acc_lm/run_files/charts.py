@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from acc_lm.run_files.columns import MetricColumns, Curve, Floats
+from acc_lm.run_files.columns import Curve, Floats, MetricColumns
 from acc_lm.run_files.metrics_file import gain
 
 GAIN = 100
