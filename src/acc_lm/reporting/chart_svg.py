@@ -38,6 +38,7 @@ def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
         dashes = DASHES[number % len(DASHES)]
         parts.append(
             f'<line class=level x1={LEFT} x2={WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} stroke-dasharray="{dashes}"/>'
+            f"<text class=note x={WIDTH - RIGHT} y={y - 3:.1f} text-anchor=end>{html.escape(level.label)}</text>"
         )
     if chart.star:
         x, y = to_x(np.array([chart.star.x]))[0], to_y(np.array([chart.star.y]))[0]

@@ -50,13 +50,13 @@ svg .star { font-size: 16px; text-anchor: middle; } svg .note { font-size: 10px;
 .value { font: 12px ui-monospace, monospace; min-height: 1.3em; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
 td, th { text-align: left; vertical-align: top; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--soft); overflow-wrap: anywhere; }
-th { font-size: 12px; opacity: .75; } td { min-width: 4.5rem; font-variant-numeric: tabular-nums; }
+th { font-size: 12px; opacity: .75; white-space: nowrap; } td { min-width: 4.5rem; font-variant-numeric: tabular-nums; }
 .bars { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr minmax(6rem, max-content); gap: .2rem .7rem; font-size: 14px; align-items: center; overflow-wrap: anywhere; }
 .bars b { display: block; height: .8em; background: #2f7ebc; border-radius: 2px; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .6rem; padding: .4rem .6rem; border-left: 3px solid var(--line); background: var(--soft); }
+pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .6rem; padding: .4rem .6rem; border-left: 3px solid var(--line); background: var(--soft); max-height: 18rem; overflow: auto; }
 .label { font-size: 12px; opacity: .75; } .check { display: flex; gap: .5rem; font-size: 14px; } .check > :first-child { flex: 0 0 1.2em; }
 .check span + span { min-width: 0; overflow-wrap: anywhere; } .good { color: var(--good); } details { margin: .3rem 0; } summary { cursor: pointer; font-size: 14px; }
-@media print { body { max-width: none; font-size: 11px; } nav, .value { display: none; } .charts { grid-template-columns: repeat(3, 1fr); } h2 { break-after: avoid; } }
+@media print { body { max-width: none; font-size: 11px; } nav, .value { display: none; } .charts { grid-template-columns: repeat(3, 1fr); } h2 { break-after: avoid; } pre { max-height: none; } }
 """
 SCRIPT = """
 for (const svg of document.querySelectorAll('svg[data-scale]')) {
