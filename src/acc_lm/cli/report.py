@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from acc_lm.errors import ConfigError, StorageError, storage_reason
+from acc_lm.errors import ConfigError
+from acc_lm.files import written_aside
 
 if TYPE_CHECKING:
     from acc_lm.reporting.run_record import RunRecord
@@ -138,13 +141,25 @@ def _page_of(known: argparse.Namespace) -> Path:
 
 
 def _write_text(file: Path, text: str) -> None:
-    """Replace a file at once, so that a browser never reads half a page."""
-    temporary = file.with_name(f".{file.name}")
+    with _written(file) as work:
+        work.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[Path]:
+    """Path for a file that replaces `file` at once, so that a browser never reads half a page.
+
+    Raises:
+        ConfigError: there can be no such file.
+        StorageError: the disk is full or cannot be written.
+    """
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        with written_aside(file) as work:
+            yield work
     except OSError as error:
-        raise _refused(file, error) from None
+        raise ConfigError(
+            f"{file} must be a file that can be written, got: {error.strerror or error}; choose another"
+        ) from None
 
 
 def _draw(records: list[RunRecord], known: argparse.Namespace, file: Path) -> None:
@@ -155,13 +170,5 @@ def _draw(records: list[RunRecord], known: argparse.Namespace, file: Path) -> No
 
     runs = drawn_as(records)
     title = printable(", ".join(one.name for one in runs))
-    try:
-        draw_charts(charts_of(runs, known.by), marks_of(runs, known.by), title, file, AXES[known.by])
-    except OSError as error:
-        raise _refused(file, error) from None
-
-
-def _refused(file: Path, error: OSError) -> ConfigError | StorageError:
-    if error.errno is not None and storage_reason(error) and file.parent.is_dir():
-        return StorageError(f"{file} must be writable, got: {storage_reason(error)}; choose another file")
-    return ConfigError(f"{file} must be a file that can be written, got: {error.strerror}; choose another")
+    with _written(file) as work:
+        draw_charts(charts_of(runs, known.by), marks_of(runs, known.by), title, work, AXES[known.by])

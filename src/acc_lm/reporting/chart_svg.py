@@ -42,7 +42,7 @@ def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
         )
     if chart.star:
         x, y = to_x(np.array([chart.star.x]))[0], to_y(np.array([chart.star.y]))[0]
-        parts.append(f'<text class=star x={x:.1f} y={y + 6:.1f} fill="{PALETTE[2]}">★</text>')
+        parts.append(f"<text class=star x={x:.1f} y={y + 6:.1f}>★</text>")
     parts += _marks(marks, to_x)
     scale = f"{x_range[0]!r} {x_range[1]!r} {low!r} {high!r} {int(chart.is_log)}"
     return (
@@ -101,7 +101,7 @@ def _marks(marks: Sequence[Mark], to_x: Callable[[Floats], Floats]) -> list[str]
             f"<line class=mark x1={x:.1f} x2={x:.1f} y1={TOP} y2={HEIGHT - BOTTOM}><title>{label}</title></line>"
         )
         if len(marks) <= MANY_MARKS and mark.label != "resumed":
-            where = f"translate({x - 3:.1f} {TOP + 2}) rotate(-90)"
+            where = f"translate({x - 5:.1f} {TOP + 2}) rotate(-90)"
             parts.append(
                 f'<text class=note transform="{where}" text-anchor=end>{label.removeprefix("resumed on ")}</text>'
             )

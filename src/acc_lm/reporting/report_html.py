@@ -34,7 +34,7 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 82rem; margin: 0 auto; 
 h1 { font-size: 1.35rem; margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line); }
 p { margin: .4rem 0; overflow-wrap: anywhere; } .bad { color: var(--bad); font-weight: 600; }
-nav { font-size: 13px; display: flex; flex-wrap: wrap; gap: .2rem .8rem; }
+nav { font-size: 13px; margin-bottom: .8rem; display: flex; flex-wrap: wrap; gap: .2rem .8rem; }
 .pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .5rem; margin: 0; }
 .pairs div { background: var(--soft); border-radius: 6px; padding: .35rem .6rem; }
 dt { font-size: 12px; opacity: .75; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
@@ -42,17 +42,17 @@ dt { font-size: 12px; opacity: .75; } dd { margin: 0; font-weight: 600; overflow
 figure { margin: 0; break-inside: avoid; } figcaption { font-weight: 600; }
 figcaption small, .legend, footer, .unit { font-weight: 400; font-size: 12px; opacity: .8; }
 svg { width: 100%; height: auto; display: block; touch-action: pan-y; } svg text { font-size: 11px; fill: currentColor; }
-svg .star { font-size: 16px; text-anchor: middle; } svg .note { font-size: 10px; opacity: .8; }
+svg text.star { font-size: 16px; text-anchor: middle; fill: #2f9e55; } svg .note { font-size: 10px; opacity: .8; }
 .grid { stroke: var(--line); stroke-width: .5; } .axis { stroke: currentColor; stroke-width: 1; }
 .line { fill: none; stroke-width: 1.8; } .faint { fill: none; stroke-width: 1; opacity: .38; }
 .level { stroke: currentColor; stroke-width: 1; } .mark { stroke: currentColor; stroke-dasharray: 2 3; }
 .legend span { margin-right: .8rem; white-space: nowrap; } .legend i { display: inline-block; width: 1.1em; height: 3px; vertical-align: middle; margin-right: .3em; }
 .value { font: 12px ui-monospace, monospace; min-height: 1.3em; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
-td, th { text-align: left; vertical-align: top; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--soft); overflow-wrap: anywhere; }
-th { font-size: 12px; opacity: .75; white-space: nowrap; } td { min-width: 4.5rem; font-variant-numeric: tabular-nums; }
-.bars { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr minmax(6rem, max-content); gap: .2rem .7rem; font-size: 14px; align-items: center; overflow-wrap: anywhere; }
-.bars b { display: block; height: .8em; background: #2f7ebc; border-radius: 2px; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+td, th { text-align: left; vertical-align: top; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--soft); overflow-wrap: break-word; max-width: 30rem; }
+td:last-child { overflow-wrap: anywhere; } th { font-size: 12px; opacity: .75; white-space: nowrap; } td { min-width: 4.5rem; font-variant-numeric: tabular-nums; }
+.bars { max-width: 44rem; font-size: 14px; } .bars p { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 1rem; margin: .3rem 0 0; }
+.bars b { display: block; height: .5em; min-width: 1px; background: #2f7ebc; border-radius: 2px; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .6rem; padding: .4rem .6rem; border-left: 3px solid var(--line); background: var(--soft); max-height: 18rem; overflow: auto; }
 .label { font-size: 12px; opacity: .75; } .check { display: flex; gap: .5rem; font-size: 14px; } .check > :first-child { flex: 0 0 1.2em; }
 .check span + span { min-width: 0; overflow-wrap: anywhere; } .good { color: var(--good); } details { margin: .3rem 0; } summary { cursor: pointer; font-size: 14px; }
@@ -137,11 +137,7 @@ def _as_part(part: Part) -> str:
         case Grid():
             return _as_table(part)
         case Bars():
-            rows = (
-                f'<span>{safe(name)}</span><span><b style="width:{100 * share:.1f}%"></b></span><span>{safe(text)}</span>'
-                for name, share, text in part.rows
-            )
-            return f"<div class=bars>{''.join(rows)}</div>"
+            return f"<div class=bars>{''.join(_as_bar(*row) for row in part.rows)}</div>"
         case Verbatim():
             label = f"<div class=label>{safe(part.label)}</div>" if part.label else ""
             return f"{label}<pre>{safe(part.text, keep=chr(10) + chr(9))}</pre>"
@@ -151,9 +147,13 @@ def _as_part(part: Part) -> str:
             ]
             return f"<div class=check>{sign}<span><b>{safe(part.name)}</b>: {safe(part.text)}</span></div>"
         case Figures():
-            return f"<div class=charts>{''.join(_as_figure(chart, part.marks, part.x_label) for chart in part.charts)}</div>"
+            return f"<p class=unit>By {safe(part.x_label)}.</p><div class=charts>{''.join(_as_figure(chart, part.marks) for chart in part.charts)}</div>"
         case Folded():
             return f"<details><summary>{safe(part.label)}</summary>{''.join(map(_as_part, part.parts))}</details>"
+
+
+def _as_bar(name: str, share: float, text: str) -> str:
+    return f'<p><span>{safe(name)}</span><span>{safe(text)}</span></p><b style="width:{100 * share:.1f}%"></b>'
 
 
 def _as_table(grid: Grid) -> str:
@@ -162,7 +162,7 @@ def _as_table(grid: Grid) -> str:
     return f"<div class=wide><table><tr>{head}</tr>{rows}</table></div>"
 
 
-def _as_figure(chart: Chart, marks: Sequence[Mark], x_label: str) -> str:
+def _as_figure(chart: Chart, marks: Sequence[Mark]) -> str:
     def swatch(color: str, name: str, style: str = "") -> str:
         return f'<span><i style="background:{color}{style}"></i>{safe(name)}</span>'
 
@@ -172,12 +172,8 @@ def _as_figure(chart: Chart, marks: Sequence[Mark], x_label: str) -> str:
     legend += [f"<span>╌ {safe(level.label)}</span>" for level in chart.levels]
     legend += [f"<span>★ {safe(chart.star.label)}</span>"] if chart.star else []
     legend += ["<span>┊ resumed</span>"] if marks else []
-    scale = ", logarithmic" if chart.is_log else ""
-    unit = (
-        f" <small>{safe(chart.unit)}{scale}, by {safe(x_label)}</small>"
-        if chart.unit
-        else f" <small>by {safe(x_label)}</small>"
-    )
+    scale = " (logarithmic)" if chart.is_log else ""
+    unit = f" <small>{safe(chart.unit)}{scale}</small>" if chart.unit or scale else ""
     picture = as_svg(_cleaned(chart), [Mark(mark.x, printable(redact(mark.label))) for mark in marks], chart.title)
     return (
         f"<figure><figcaption>{safe(chart.title)}{unit}</figcaption>{picture}"

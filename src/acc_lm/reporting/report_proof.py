@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from acc_lm.config import learned_changes
 from acc_lm.reporting.report_parts import Check, Grid, Pairs, Paragraph, Part
-from acc_lm.reporting.run_record import RunRecord, SavedState, StartOfRun, listed, number, words
+from acc_lm.reporting.run_record import RunRecord, SavedState, StartOfRun, changed_keys, listed, number, words
 from acc_lm.run_files.names import ENVIRONMENT, RECIPE, SUMMARY
 
 MAX_CASES = 60
@@ -63,7 +62,7 @@ def _check_engine(record: RunRecord) -> Check | None:
         return Check("engine", None, record.reasons.get(ENVIRONMENT, f"{ENVIRONMENT} does not name it"))
     met = len(kept) == processes and sum(kept) >= total
     text = (
-        f"{words(facts, 'strategy')} ran on {words(facts, 'engine')}, {processes:.0f} processes: {words(facts, 'placement')}; "
+        f"{words(facts, 'strategy')} ran on {words(facts, 'engine')}, {processes:.0f} process{'es' * (processes != 1)}: {words(facts, 'placement')}; "
         f"together they keep {sum(kept):,} parameters of a model of {total:,.0f}"
     )
     return Check("engine", met, text)
@@ -102,10 +101,10 @@ def _check_text(record: RunRecord) -> Check | None:
 def _check_recipe(record: RunRecord) -> Check | None:
     if not record.recipe or not (saved := newest(record)) or not isinstance(saved.state.get("recipe"), dict):
         return None
-    changes = learned_changes(saved.state["recipe"], record.recipe)
+    changes = changed_keys(saved.state["recipe"], record.recipe)
     text = f"{RECIPE} is the recipe of {saved.folder.name}"
     if changes:
-        text = f"{RECIPE} differs from the recipe of {saved.folder.name} in {', '.join(list(changes)[:5])}"
+        text = f"{RECIPE} differs from the recipe of {saved.folder.name} in {', '.join(changes[:5])}"
     return Check("recipe", not changes, text)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from acc_lm.config.reference import describe_keys
+from acc_lm.errors import first_line
 from acc_lm.reporting.report_parts import (
     Bars,
     Block,
@@ -23,7 +24,7 @@ from acc_lm.reporting.report_parts import (
 )
 from acc_lm.reporting.report_proof import proof_of
 from acc_lm.reporting.run_record import RunRecord, StartOfRun, listed, number, words
-from acc_lm.run_files.charts import AXES, PARTS_OF_A_STEP, By, charts_of, marks_of, more_charts_of
+from acc_lm.run_files.charts import AXES, LONGEST_NAME, PARTS_OF_A_STEP, By, charts_of, marks_of, more_charts_of
 from acc_lm.run_files.metrics_file import gain
 from acc_lm.run_files.names import ENVIRONMENT, METRICS, RECIPE, SAMPLES, SUMMARY
 
@@ -59,6 +60,9 @@ def report_of(record: RunRecord, by: By = "step") -> Report:
             parts = make()
         except LeftOut as reason:
             parts = [Paragraph(f"left out: {reason}")]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # The files of a foreign folder may hold anything; no value of them may cost the other sections.
+            parts = [Paragraph(f"left out: values that no run writes ({first_line(error)})", is_bad=True)]
         blocks.append(Block(title, parts))
     return Report(f"Run {record.name}", blocks, record.is_live, made_line())
 
@@ -146,7 +150,7 @@ def clock(text: str) -> str:
     """Time of the files of a run, shortened; unchanged if it is none."""
     try:
         return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, OSError):
         return text
 
 
@@ -169,7 +173,7 @@ def curves_of(record: RunRecord, by: By) -> list[Part]:
 def evaluations_of(record: RunRecord) -> list[Part]:
     """First, best and last loss of the held-out text and each evaluation set, and the passes over the text."""
     rows = []
-    for name in ("", *record.columns.parts("eval", "/loss")):
+    for name in ("", *record.columns.parts("eval", "/loss")[:MAX_ROWS]):
         prefix = f"eval/{name}/" if name else "eval/"
         losses = record.columns.curve(f"{prefix}loss")
         if not len(losses):
@@ -178,9 +182,17 @@ def evaluations_of(record: RunRecord) -> list[Part]:
         others = (record.columns.curve(f"{prefix}{key}") for key in ("perplexity", "token_accuracy", "bits_per_byte"))
         last = [f"{curve.last:.4g}" if len(curve) else "" for curve in others]
         best_text = f"{losses.values[best]:.4f} at step {losses.steps[best]:.0f}"
-        rows.append((name or "held-out text", f"{losses.values[0]:.4f}", best_text, f"{losses.last:.4f}", *last))
+        rows.append(
+            (
+                cut(name, LONGEST_NAME) or "held-out text",
+                f"{losses.values[0]:.4f}",
+                best_text,
+                f"{losses.last:.4f}",
+                *last,
+            )
+        )
     if not rows:
-        raise LeftOut("no evaluation is recorded yet")
+        raise LeftOut("no evaluation is recorded")
     head = ("text", "first loss", "best loss", "last loss", "perplexity", "accuracy", "bits per byte")
     parts: list[Part] = [Grid(head, rows)]
     if passes := epochs_of(record):
@@ -216,7 +228,7 @@ def samples_of(record: RunRecord) -> list[Part]:
     for prompt, samples in list(by_prompt.items())[:MAX_SHOWN]:
         shown = [samples[round(place)] for place in np.linspace(0, len(samples) - 1, min(MAX_SHOWN, len(samples)))]
         texts = [
-            Verbatim(cut(prompt, 500) + " → " + cut(words(sample, "text")), f"step {sample['step']:,}")
+            Verbatim(cut(prompt, 500) + " → " + cut(_without_blanks(words(sample, "text"))), f"step {sample['step']:,}")
             for sample in shown
         ]
         parts.append(texts[-1])
@@ -230,6 +242,12 @@ def cut(text: str, longest: int = LONGEST_SAMPLE) -> str:
     return text if len(text) <= longest else f"{text[:longest]} [...]"
 
 
+def _without_blanks(text: str) -> str:
+    """Text without a long blank end, as early samples often have."""
+    blanks = len(text) - len(text.rstrip())
+    return text if blanks < 4 else f"{text.rstrip()} [{blanks} blanks]"
+
+
 def sources_of(record: RunRecord) -> list[Part]:
     """Tokens of each source of a mixture, from the last logged step."""
     names = record.columns.parts("train/tokens")
@@ -239,10 +257,12 @@ def sources_of(record: RunRecord) -> list[Part]:
         raise LeftOut("the text has one source")
     passes = record.summary.get("sources")
     rows = []
-    for name, curve in tokens.items():
+    for name, curve in list(tokens.items())[:MAX_ROWS]:
         count = number(passes.get(name) if isinstance(passes, dict) else None, "passes")
         text = f"{curve.last:,.0f} tokens, {curve.last / total:.1%}"
-        rows.append((name, curve.last / total, text + (f", {count:.3g} passes" if count is not None else "")))
+        rows.append(
+            (cut(name, LONGEST_NAME), curve.last / total, text + (f", {count:.3g} passes" if count is not None else ""))
+        )
     return [Bars(rows)]
 
 
@@ -365,6 +385,7 @@ def environment_of(record: RunRecord) -> list[Part]:
         "threads",
         "placement",
         "num_parameters",
+        "updated_per_process",
         "host",
         "git_commit",
         "slurm_job_id",

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from acc_lm.config import learned_changes
 from acc_lm.reporting.report_parts import Block, Figures, Grid, Pairs, Paragraph, Part, Report
 from acc_lm.reporting.report_proof import ledger_of
 from acc_lm.reporting.report_sections import as_text, cut, damaged, glance, made_line
-from acc_lm.reporting.run_record import RunRecord, words
+from acc_lm.reporting.run_record import RunRecord, changed_keys, words
 from acc_lm.run_files.charts import AXES, By, Drawn, charts_of, more_charts_of
 from acc_lm.run_files.differences import COMPARED, TOLERANCE, tolerance_for
 from acc_lm.run_files.names import RECIPE
@@ -175,7 +174,7 @@ def _reasons(
 ) -> list[str]:
     """Likely reasons, from the one that explains most."""
     reasons = []
-    keys = list(learned_changes(first.recipe, other.recipe)) if recipe else []
+    keys = changed_keys(first.recipe, other.recipe) if recipe else []
     order = [key for key in keys if key in ORDER_KEYS or key.startswith("data.mixture")]
     if _other_text(first, other):
         named = [key for key in keys if key.startswith(("data.", "tokenizer.")) and key not in order]

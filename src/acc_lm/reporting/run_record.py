@@ -14,7 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from acc_lm.config import flatten
+from acc_lm.config import flatten, learned_changes
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.charts import Drawn
@@ -155,6 +155,14 @@ def listed(values: Any, key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Keys of two recipes that differ in what is learned; none if they are no recipes."""
+    try:
+        return list(learned_changes(old, new))
+    except (TypeError, AttributeError, RecursionError):
+        return []
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -204,12 +212,19 @@ def check_is_run(folder: Path) -> None:
         )
     if not _is_run(folder):
         near = next((parent for parent in list(folder.absolute().parents)[:2] if _is_run(parent)), None)
-        inner = sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))[:3] if near is None else []
+        inner = _runs_in(folder) if near is None else []
         meant = f"name {near}" if near else f"name one of those in it: {', '.join(map(str, inner))}"
         raise ConfigError(
             f"RUN must be the folder of a run, got {folder}, in which no run wrote; "
             + (meant if near or inner else "name one like runs/quickstart")
         )
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))[:3]
+    except OSError:
+        return []
 
 
 def _is_run(folder: Path) -> bool:
@@ -343,7 +358,7 @@ def _look_at(folder: Path, changed: int) -> tuple[str | None, dict[str, Any]]:
 
 def _read_events(folder: Path) -> list[tuple[int, str]]:
     events = []
-    for file in folder.iterdir():
+    for file in sorted(folder.glob("*_step_*.json")):
         if match := EVENT_FILE.fullmatch(file.name):
             values, _ = _read_object(file, file.name)
             loss, median = number(values, "loss"), number(values, "median_before")

@@ -15,6 +15,8 @@ GAIN = 100
 """Ratio of the largest to the smallest value from which a scale is logarithmic."""
 PIXEL_COLUMNS = 240
 """MetricColumns of pixels over which a line is thinned to the lowest and the highest value of each."""
+MAX_SETS, LONGEST_NAME = 30, 80
+"""Number of evaluation sets that are drawn, and the characters of a name."""
 SMOOTHED_PARTS = 40
 """A smoothed line is the mean over this part of the run before and after each step."""
 BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, TEAL, BROWN = range(8)
@@ -204,10 +206,10 @@ def _evaluations(runs: Sequence[Drawn], by: By) -> Chart:
             label, color = ("held-out text", ORANGE) if len(runs) == 1 else (run.name, number)
             lines.append(Line(label, *thin(xs, ys), color, has_points=len(xs) <= PIXEL_COLUMNS))
     if len(runs) == 1:
-        for number, name in enumerate(runs[0].columns.parts("eval", "/loss")):
+        for number, name in enumerate(runs[0].columns.parts("eval", "/loss")[:MAX_SETS]):
             xs, ys = _curve(runs[0], f"eval/{name}/loss", by)
             color = (BLUE, GREEN, PURPLE, RED, TEAL, BROWN, GRAY)[number % 7]
-            lines.append(Line(name, *thin(xs, ys), color, has_points=len(xs) <= PIXEL_COLUMNS))
+            lines.append(Line(name[:LONGEST_NAME], *thin(xs, ys), color, has_points=len(xs) <= PIXEL_COLUMNS))
         star = _best(runs[0], by)
     return Chart("Evaluation loss", "nats per target", tuple(lines), star=star, is_log=_is_wide(lines))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from acc_lm.run_files.names import METRICS
 
 Floats = NDArray[np.float64]
 LARGEST_STEP = 1 << 53
+LARGEST_VALUE = 1e200
+"""Size from which a value counts as infinite, so that sums and scales of finite ones are finite."""
 MAX_METRICS = 1000
 """Number of different names that are kept; a file with more is damaged or no run's."""
 
@@ -99,7 +100,7 @@ class MetricColumns:
             return
         self.num_lines += 1
         for name, value in entry.items():
-            if value is None or (type(value) is float and not math.isfinite(value)):
+            if value is None or (type(value) is float and not abs(value) < LARGEST_VALUE):
                 self.nonfinite[name] = self.nonfinite.get(name, 0) + 1
             elif type(value) is float or (type(value) is int and abs(value) < LARGEST_STEP):
                 pair = self._pairs.get(name)

@@ -86,12 +86,15 @@ def check_not_in_use(output_dir: Path) -> None:
 
 
 def is_in_use(output_dir: Path) -> bool:
-    """True while a run writes to the folder; False for the lock of a killed run. Changes nothing."""
+    """True while a run writes to the folder; False for the lock that a killed run left.
+
+    On a file system without locks, the lock that a run left cannot be distinguished: it counts as that of a running one.
+    """
     with contextlib.suppress(OSError), (output_dir / LOCK).open("rb") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EAGAIN, errno.EACCES)
+        except OSError:
+            return True
     return False
 
 
