@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from acc_lm.reporting.run_record import RunRecord
     from acc_lm.run_files.columns import MetricColumns
 
-PAGE, COMPARISON = "report.html", "comparison.html"
-WATCH_SECONDS = 2.0
-PATIENCE = 10
+REPORT_PAGE, COMPARISON_PAGE = "report.html", "comparison.html"
+LOOK_SECONDS = 2.0
+PATIENCE_FACTOR = 10
 """A page that takes a second to write is written every ten seconds at most."""
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"page to write (default: RUN/{PAGE}; of several runs: {COMPARISON})",
+        help=f"page to write (default: RUN/{REPORT_PAGE}; of several runs: {COMPARISON_PAGE})",
     )
     parser.add_argument(
         "--markdown",
@@ -85,12 +85,12 @@ def write(known: argparse.Namespace, columns: dict[Path, MetricColumns]) -> list
 def watch(known: argparse.Namespace, columns: dict[Path, MetricColumns]) -> int:
     """Renew the page whenever a run has written something, until none of them is running."""
     seen: object = None
-    width, pause, is_terminal = 0, WATCH_SECONDS, sys.stdout.isatty()
+    width, pause, is_terminal = 0, LOOK_SECONDS, sys.stdout.isatty()
     while True:
         if (now := _state_of(known.runs)) != seen:
             seen, began = now, time.monotonic()
             records = write(known, columns)
-            pause = max(WATCH_SECONDS, PATIENCE * (time.monotonic() - began))
+            pause = max(LOOK_SECONDS, PATIENCE_FACTOR * (time.monotonic() - began))
             line = " | ".join(progress_line(record) for record in records)
             print(f"\r{line:<{width}}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
             width = len(line)
@@ -137,7 +137,7 @@ def _state_of(runs: list[Path]) -> list[tuple[int, int, int]]:
 
 def _page_of(known: argparse.Namespace) -> Path:
     page: Path | None = known.output
-    return page or known.runs[0] / (PAGE if len(known.runs) == 1 else COMPARISON)
+    return page or known.runs[0] / (REPORT_PAGE if len(known.runs) == 1 else COMPARISON_PAGE)
 
 
 def _write_text(file: Path, text: str) -> None:

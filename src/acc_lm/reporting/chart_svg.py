@@ -12,7 +12,7 @@ from acc_lm.run_files.charts import Chart, Line, Mark
 from acc_lm.run_files.columns import Floats
 from acc_lm.run_files.curves import PALETTE
 
-WIDTH, HEIGHT = 400, 230
+CHART_WIDTH, CHART_HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 8, 24
 MANY_MARKS = 4
 """Number of marks up to which each has its text in the chart."""
@@ -22,9 +22,9 @@ DASHES = ("7 4", "7 3 2 3", "2 3")
 def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
     """SVG element of one chart; its attributes let a script find the values under the pointer."""
     x_range, y_range = _ranges(chart, marks)
-    to_x = _scale(*x_range, LEFT, WIDTH - RIGHT)
+    to_x = _scale(*x_range, LEFT, CHART_WIDTH - RIGHT)
     low, high = (math.log10(end) for end in y_range) if chart.is_log else y_range
-    to_height = _scale(low, high, HEIGHT - BOTTOM, TOP)
+    to_height = _scale(low, high, CHART_HEIGHT - BOTTOM, TOP)
 
     def to_y(values: Floats) -> Floats:
         if chart.is_log:
@@ -37,8 +37,8 @@ def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
         y = to_y(np.array([level.value]))[0]
         dashes = DASHES[number % len(DASHES)]
         parts.append(
-            f'<line class=level x1={LEFT} x2={WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} stroke-dasharray="{dashes}"/>'
-            f"<text class=note x={WIDTH - RIGHT} y={y - 3:.1f} text-anchor=end>{html.escape(level.label)}</text>"
+            f'<line class=level x1={LEFT} x2={CHART_WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} stroke-dasharray="{dashes}"/>'
+            f"<text class=note x={CHART_WIDTH - RIGHT} y={y - 3:.1f} text-anchor=end>{html.escape(level.label)}</text>"
         )
     if chart.star:
         x, y = to_x(np.array([chart.star.x]))[0], to_y(np.array([chart.star.y]))[0]
@@ -46,7 +46,7 @@ def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
     parts += _marks(marks, to_x)
     scale = f"{x_range[0]!r} {x_range[1]!r} {low!r} {high!r} {int(chart.is_log)}"
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role=img aria-label="{html.escape(title)}" data-scale="{scale}">'
+        f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role=img aria-label="{html.escape(title)}" data-scale="{scale}">'
         f"{''.join(parts)}</svg>"
     )
 
@@ -81,7 +81,7 @@ def _path(line: Line, to_x: Callable[[Floats], Floats], to_y: Callable[[Floats],
     color = PALETTE[line.color % len(PALETTE)]
     name = html.escape(line.label)
     if line.is_area:
-        area = f"{xs[0]:.1f},{HEIGHT - BOTTOM} {points} {xs[-1]:.1f},{HEIGHT - BOTTOM}"
+        area = f"{xs[0]:.1f},{CHART_HEIGHT - BOTTOM} {points} {xs[-1]:.1f},{CHART_HEIGHT - BOTTOM}"
         return f'<polygon points="{area}" fill="{color}" data-name="{name}"/>'
     kind = "faint" if line.is_faint else "line"
     drawn = f'<polyline class={kind} points="{points}" stroke="{color}" data-name="{name}"/>'
@@ -98,7 +98,7 @@ def _marks(marks: Sequence[Mark], to_x: Callable[[Floats], Floats]) -> list[str]
         x = to_x(np.array([mark.x]))[0]
         label = html.escape(mark.label)
         parts.append(
-            f"<line class=mark x1={x:.1f} x2={x:.1f} y1={TOP} y2={HEIGHT - BOTTOM}><title>{label}</title></line>"
+            f"<line class=mark x1={x:.1f} x2={x:.1f} y1={TOP} y2={CHART_HEIGHT - BOTTOM}><title>{label}</title></line>"
         )
         if len(marks) <= MANY_MARKS and mark.label != "resumed":
             where = f"translate({x - 5:.1f} {TOP + 2}) rotate(-90)"
@@ -121,13 +121,15 @@ def _grid(
     parts = []
     for value in log_ticks(*y_range) if chart.is_log else ticks(*y_range, 5):
         y = to_y(np.array([value]))[0]
-        parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} />")
+        parts.append(f"<line class=grid x1={LEFT} x2={CHART_WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} />")
         parts.append(f"<text x={LEFT - 5} y={y + 4:.1f} text-anchor=end>{short(value)}</text>")
     for value in ticks(*x_range, 5):
         x = to_x(np.array([value]))[0]
-        anchor = "end" if x > WIDTH - 20 else "middle"
-        parts.append(f"<text x={x:.1f} y={HEIGHT - 8} text-anchor={anchor}>{short(value)}</text>")
-    parts.append(f"<line class=axis x1={LEFT} x2={WIDTH - RIGHT} y1={HEIGHT - BOTTOM} y2={HEIGHT - BOTTOM} />")
+        anchor = "end" if x > CHART_WIDTH - 20 else "middle"
+        parts.append(f"<text x={x:.1f} y={CHART_HEIGHT - 8} text-anchor={anchor}>{short(value)}</text>")
+    parts.append(
+        f"<line class=axis x1={LEFT} x2={CHART_WIDTH - RIGHT} y1={CHART_HEIGHT - BOTTOM} y2={CHART_HEIGHT - BOTTOM} />"
+    )
     return parts
 
 

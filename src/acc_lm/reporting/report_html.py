@@ -86,8 +86,8 @@ def as_page(report: Report) -> str:
 
     script = SCRIPT
     for name, value in {
-        "W": svg.WIDTH,
-        "H": svg.HEIGHT,
+        "W": svg.CHART_WIDTH,
+        "H": svg.CHART_HEIGHT,
         "L": svg.LEFT,
         "R": svg.RIGHT,
         "T": svg.TOP,

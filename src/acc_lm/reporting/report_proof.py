@@ -16,7 +16,7 @@ MAX_CASES = 60
 
 
 def proof_of(record: RunRecord) -> list[Part]:
-    """What shows that the run is what its files say, each check computed from the files now."""
+    """Ledger and checks that show that the run is what its files say, each computed from the files now."""
     parts: list[Part] = []
     ledger = ledger_of(record)
     if ledger:

@@ -51,8 +51,8 @@ def report_of(record: RunRecord, by: By = "step") -> Report:
         ("Memory by phase", lambda: memory_of(record)),
         ("Starts, resumes and backends", lambda: starts_of(record)),
         ("Proof", lambda: proof_of(record)),
-        ("Recipe", lambda: recipe_of(record)),
-        ("Environment", lambda: environment_of(record)),
+        ("Recipe", lambda: keys_of(record)),
+        ("Environment", lambda: launch_of(record)),
     ]
     blocks = []
     for title, make in sections:
@@ -341,7 +341,7 @@ def _changed(before: StartOfRun | None, start: StartOfRun, name: str) -> bool:
 # --- recipe and environment ------------------------------------------------------------------------------------------
 
 
-def recipe_of(record: RunRecord) -> list[Part]:
+def keys_of(record: RunRecord) -> list[Part]:
     """Keys that differ from their defaults, then all of them."""
     if not record.recipe:
         raise LeftOut(record.reasons.get(RECIPE, "the recipe is empty"))
@@ -350,28 +350,28 @@ def recipe_of(record: RunRecord) -> list[Part]:
     for key, value in record.recipe.items():
         default = defaults.get(key, "")
         if (
-            as_text(value) != default
+            value_text(value) != default
             and not (value == [] and default in ("[]", ""))
             and not (value == {} and default == "{}")
         ):
-            rows.append((key, as_text(value), default))
-    every = "\n".join(f"{key}: {as_text(value)}" for key, value in record.recipe.items())
+            rows.append((key, value_text(value), default))
+    every = "\n".join(f"{key}: {value_text(value)}" for key, value in record.recipe.items())
     return [
         Grid(("key, changed from the default", "value", "default"), rows),
         Folded(f"all {len(record.recipe)} keys", [Verbatim(every)]),
     ]
 
 
-def as_text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Value of a key as YAML would write it, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return "[" + ", ".join(f'"{part}"' if isinstance(part, str) else as_text(part) for part in value) + "]"
+        return "[" + ", ".join(f'"{part}"' if isinstance(part, str) else value_text(part) for part in value) + "]"
     return str(value)
 
 
-def environment_of(record: RunRecord) -> list[Part]:
+def launch_of(record: RunRecord) -> list[Part]:
     """Hardware, versions and launch of the last start."""
     facts = record.environment
     if not facts:

@@ -9,7 +9,7 @@ import numpy as np
 
 from acc_lm.reporting.report_parts import Block, Figures, Grid, Pairs, Paragraph, Part, Report
 from acc_lm.reporting.report_proof import ledger_of
-from acc_lm.reporting.report_sections import as_text, cut, damaged, glance, made_line
+from acc_lm.reporting.report_sections import cut, damaged, glance, made_line, value_text
 from acc_lm.reporting.run_record import RunRecord, changed_keys, words
 from acc_lm.run_files.charts import AXES, By, Drawn, charts_of, more_charts_of
 from acc_lm.run_files.differences import COMPARED, TOLERANCE, tolerance_for
@@ -146,7 +146,9 @@ def _recipe_changes(first: RunRecord, other: RunRecord) -> list[tuple[str, str, 
     keys = [*first.recipe, *(key for key in other.recipe if key not in first.recipe)]
     if not first.recipe or not other.recipe:
         return []
-    pairs = ((key, *(as_text(run.recipe[key]) if key in run.recipe else "" for run in (first, other))) for key in keys)
+    pairs = (
+        (key, *(value_text(run.recipe[key]) if key in run.recipe else "" for run in (first, other))) for key in keys
+    )
     return [(key, was, now) for key, was, now in pairs if was != now and not key.startswith(NOT_COMPARED)]
 
 

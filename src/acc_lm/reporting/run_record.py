@@ -231,10 +231,10 @@ def _is_run(folder: Path) -> bool:
     try:
         if is_run_folder(folder):
             return True
+        if not (folder / METRICS).is_file():
+            return False
         with (folder / METRICS).open("rb") as file:
-            return (folder / METRICS).is_file() and any(
-                name in file.readline(1 << 16) for name in (b"train/", b"eval/")
-            )
+            return any(name in file.readline(1 << 16) for name in (b"train/", b"eval/"))
     except OSError:
         return False
 
@@ -339,7 +339,8 @@ def _read_checkpoints(folder: Path) -> list[SavedState]:
     try:
         for path in root.iterdir() if root.is_dir() else ():
             if (match := STEP_FOLDER.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
-                problem, state = _look_at(path, path.stat().st_mtime_ns)
+                files = [(file.name, file.stat().st_mtime_ns) for file in sorted(path.iterdir())]
+                problem, state = _look_at(path, tuple(files))
                 found.append(SavedState(path, int(match[1]), problem, state))
     except OSError:
         pass  # a running run removes checkpoints while they are listed
@@ -347,7 +348,7 @@ def _read_checkpoints(folder: Path) -> list[SavedState]:
 
 
 @functools.lru_cache(maxsize=64)
-def _look_at(folder: Path, changed: int) -> tuple[str | None, dict[str, Any]]:
+def _look_at(folder: Path, files: tuple[tuple[str, int], ...]) -> tuple[str | None, dict[str, Any]]:
     """Problem with a checkpoint and its state; a second look at an unchanged one, as with --watch, reads nothing."""
     from acc_lm.checkpointing.format import problem_with
 

@@ -60,7 +60,8 @@ def draw_charts(
     for each, chart in zip(axes.flat, charts, strict=True):
         _draw(each, chart)
         for number, mark in enumerate(marks):
-            each.axvline(mark.x, color="black", linestyle=":", linewidth=1, label="resumed" if number == 0 else None)
+            is_new = mark.label not in {earlier.label for earlier in marks[:number]}
+            each.axvline(mark.x, color="black", linestyle=":", linewidth=1, label=mark.label if is_new else None)
         each.set_xlabel(x_label)
         each.grid(alpha=0.3)
         if each.lines:
