@@ -366,7 +366,7 @@ def held_lock(folder: Path, seconds: float, then: Callable[[], None] = lambda: N
 def test_a_running_run_is_watched_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(report, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(report, "PATIENCE_FACTOR", 0)
     run = write_run(tmp_path / "run", training={"max_steps": 80})
     lines = (run / METRICS).read_text().splitlines(keepends=True)

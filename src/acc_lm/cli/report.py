@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from acc_lm.run_files.columns import MetricColumns
 
 REPORT_PAGE, COMPARISON_PAGE = "report.html", "comparison.html"
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 PATIENCE_FACTOR = 10
 """A page that takes a second to write is written every ten seconds at most."""
 
@@ -85,12 +85,13 @@ def write(known: argparse.Namespace, columns: dict[Path, MetricColumns]) -> list
 def watch(known: argparse.Namespace, columns: dict[Path, MetricColumns]) -> int:
     """Renew the page whenever a run has written something, until none of them is running."""
     seen: object = None
-    width, pause, is_terminal = 0, LOOK_SECONDS, sys.stdout.isatty()
+    width, pause, is_terminal = 0, POLL_SECONDS, sys.stdout.isatty()
     while True:
         if (now := _state_of(known.runs)) != seen:
-            seen, began = now, time.monotonic()
+            is_first, seen, began = seen is None, now, time.monotonic()
             records = write(known, columns)
-            pause = max(LOOK_SECONDS, PATIENCE_FACTOR * (time.monotonic() - began))
+            seconds = 0.0 if is_first else time.monotonic() - began  # the first page loads libraries, too
+            pause = max(POLL_SECONDS, PATIENCE_FACTOR * seconds)
             line = " | ".join(progress_line(record) for record in records)
             print(f"\r{line:<{width}}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
             width = len(line)
