@@ -56,7 +56,7 @@ td:last-child { overflow-wrap: anywhere; } th { font-size: 12px; opacity: .75; w
 pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .6rem; padding: .4rem .6rem; border-left: 3px solid var(--line); background: var(--soft); max-height: 18rem; overflow: auto; }
 .label { font-size: 12px; opacity: .75; } .check { display: flex; gap: .5rem; font-size: 14px; } .check > :first-child { flex: 0 0 1.2em; }
 .check span + span { min-width: 0; overflow-wrap: anywhere; } .good { color: var(--good); } details { margin: .3rem 0; } summary { cursor: pointer; font-size: 14px; }
-@media print { body { max-width: none; font-size: 11px; } nav, .value { display: none; } .charts { grid-template-columns: repeat(3, 1fr); } h2 { break-after: avoid; } pre { max-height: none; } }
+@media print { body { max-width: none; font-size: 11px; } nav, .value { display: none; } .charts { grid-template-columns: repeat(3, minmax(0, 1fr)); } h2 { break-after: avoid; } pre { max-height: none; } }
 """
 SCRIPT = """
 for (const svg of document.querySelectorAll('svg[data-scale]')) {
