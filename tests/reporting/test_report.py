@@ -409,7 +409,7 @@ def test_columns_read_new_lines_and_a_replaced_file(tmp_path: Path) -> None:
     columns.update(tmp_path)
     assert (columns.curve("a").steps.tolist(), columns.curve("a").values.tolist()) == ([1, 3, 4], [1, 3, 5])
     assert columns.last_step == 4
-    (tmp_path / "new").write_text('{"step": 7, "a": 7.0}\n')
+    (tmp_path / "new").write_text('{"step": 7, "a": 7.0}\n' * 20)  # longer than before
     (tmp_path / "new").rename(file)
     columns.update(tmp_path)
     assert (columns.curve("a").steps.tolist(), columns.num_damaged) == ([7], 0)

@@ -1,4 +1,4 @@
-"""Terminal, trackers, speed and profile of a run.
+"""Terminal, trackers, speed, profile and reports of a run.
 
 console          start block, progress bar, closing block
 rows             rows as text, in a terminal or as HTML

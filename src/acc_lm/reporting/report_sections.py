@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from acc_lm.config.reference import describe_keys
-from acc_lm.errors import first_line
 from acc_lm.reporting.report_parts import (
     Bars,
     Block,
@@ -60,9 +59,6 @@ def report_of(record: RunRecord, by: By = "step") -> Report:
             parts = make()
         except LeftOut as reason:
             parts = [Paragraph(f"left out: {reason}")]
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # The files of a foreign folder may hold anything; no value of them may cost the other sections.
-            parts = [Paragraph(f"left out: values that no run writes ({first_line(error)})", is_bad=True)]
         blocks.append(Block(title, parts))
     return Report(f"Run {record.name}", blocks, record.is_live, made_line())
 
