@@ -270,13 +270,14 @@ def begin(
     is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     if trains or not (output_dir / ENVIRONMENT).exists():
         earlier = [] if is_elsewhere else [other for other in resumed_at(output_dir) if other < step]
+        launch = environment(identity)
         facts = {
-            **environment(identity),
+            **launch,
             "text_key": data.text_key,
             # Only an evaluation of all held-out rows covers the text that the compressors read.
             "compressors": data.facts.compressed_bits_per_byte if config.training.eval_batches is None else {},
             "resumed_at": earlier + [step] * (step > 0),
-            "starts": [*([] if is_elsewhere else _starts_before(output_dir, step)), _this_start(found, identity)],
+            "starts": [*([] if is_elsewhere else _starts_before(output_dir, step)), _this_start(found, launch)],
         }
         write_json(output_dir / ENVIRONMENT, facts)  # first, because this file marks the folder as a run's
     if not trains:
@@ -291,7 +292,7 @@ def begin(
     data.tokenizer.save_pretrained(output_dir / "tokenizer")
 
 
-def _this_start(found: Found, identity: Identity) -> dict[str, Any]:
+def _this_start(found: Found, launch: dict[str, Any]) -> dict[str, Any]:
     """This start of the run: the checkpoint that it resumes from, and the engine that it runs on."""
     return {
         "step": found.progress.step,
@@ -299,7 +300,7 @@ def _this_start(found: Found, identity: Identity) -> dict[str, Any]:
         "checkpoint": found.checkpoint and str(found.checkpoint.folder),
         "checked": found.checkpoint and found.checked,
         "ledger": found.progress.ledger,
-        **{name: getattr(identity, name) for name in STARTED_ON},
+        **{name: launch.get(name) for name in STARTED_ON},
     }
 
 
