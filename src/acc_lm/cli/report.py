@@ -164,12 +164,12 @@ def _written(file: Path) -> Iterator[Path]:
 
 
 def _draw(records: list[RunRecord], known: argparse.Namespace, file: Path) -> None:
-    from acc_lm.redaction import printable
+    from acc_lm.redaction import printable, redact
     from acc_lm.reporting.run_comparison import drawn_as
     from acc_lm.run_files.charts import AXES, charts_of, marks_of
     from acc_lm.run_files.curves import draw_charts
 
     runs = drawn_as(records)
-    title = printable(", ".join(one.name for one in runs))
+    title = printable(redact(", ".join(one.name for one in runs)))
     with _written(file) as work:
         draw_charts(charts_of(runs, known.by), marks_of(runs, known.by), title, work, AXES[known.by])

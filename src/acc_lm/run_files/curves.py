@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from acc_lm.redaction import printable, redact
 from acc_lm.run_files.charts import Chart, Drawn, Line, Mark, charts_of, marks_of
 from acc_lm.run_files.columns import MetricColumns
 from acc_lm.run_files.metrics_file import read
@@ -93,5 +94,6 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 def _draw_line(axes: Any, line: Line) -> None:
     alpha, marker = (0.3 if line.is_faint else 1), "." if line.has_points else None
-    label = f" {line.label}" if line.label.startswith("_") else line.label  # matplotlib hides such labels
+    label = printable(redact(line.label))
+    label = f" {label}" if label.startswith("_") else label  # matplotlib hides such labels
     axes.plot(line.xs, line.ys, color=PALETTE[line.color % len(PALETTE)], alpha=alpha, marker=marker, label=label)
