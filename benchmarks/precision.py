@@ -21,7 +21,7 @@ def main(page: Path | None) -> None:
     from backends import BACKENDS, Scenario, run_backend
     from test_backends import BF16, FLOAT64, GRID, count_collectives
 
-    from acc_lm.studies.parity import COMPARED, largest_differences
+    from acc_lm.run_files.differences import COMPARED, largest_differences
     from acc_lm.studies.tables import machine_line, replace_block
 
     assert conftest

@@ -34,9 +34,9 @@ from acc_lm.config.loading import dump_config, load_config
 from acc_lm.data import Data, build_data
 from acc_lm.errors import CheckpointError, ConfigError, DataError
 from acc_lm.evaluation.samples import sample_prompts
+from acc_lm.run_files.differences import largest_differences, read_metrics
 from acc_lm.run_files.metrics_file import read
 from acc_lm.run_files.names import SAMPLES
-from acc_lm.studies.parity import largest_differences, read_metrics
 from acc_lm.text.tokenizer import load_tokenizer, make_tokenizer
 
 NAMES = ["Ada", "Bo", "Cy", "Dee", "Éva", "日本", "Gus", "Hal"]

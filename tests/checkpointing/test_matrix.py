@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from backends import STEPS, Curve, Scenario, run_backend
 
-from acc_lm.studies.parity import TOLERANCE, largest_differences
+from acc_lm.run_files.differences import TOLERANCE, largest_differences
 
 ENGINES = {
     "single": ("single", 1), "ddp x2": ("ddp", 2), "fsdp2 x2": ("fsdp2", 2), "hsdp 2x2": ("hsdp", 4),

@@ -317,7 +317,7 @@ def test_a_refused_output_folder_gets_no_summary_and_other_files_are_welcome(
     assert not (tmp_path / "run/config.yaml").exists()
     output_dir.check_output_dir(tmp_path / "run")
     (tmp_path / "evaluated").mkdir()
-    nothing: Any = SimpleNamespace(text_key="")
+    nothing: Any = SimpleNamespace(text_key="", training=SimpleNamespace(eval_batches=1))
     monkeypatch.setattr(resuming, "environment", lambda identity: {"strategy": "single"})
     resuming.begin(tmp_path / "evaluated", Found(None), nothing, nothing, nothing, trains=False)
     metrics_file.append(tmp_path / "evaluated", 0, {"eval/loss": 1.0})

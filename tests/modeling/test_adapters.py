@@ -28,7 +28,7 @@ from acc_lm.modeling.adapter import add_adapter, apply_adapter, open_adapter, sa
 from acc_lm.modeling.build import build_empty_model, build_model
 from acc_lm.modeling.checks import check_model
 from acc_lm.optimization.optimizer import decayed_names
-from acc_lm.studies.parity import largest_differences
+from acc_lm.run_files.differences import largest_differences
 from acc_lm.text.tokenizer import make_tokenizer
 
 ENGINES = {

@@ -17,7 +17,7 @@ from processes import ROOT, Launch, launcher_environment, run_everywhere, run_tr
 from test_resume import assert_equal_runs, wait_for, with_dropout
 from torch._dynamo.utils import counters
 
-from acc_lm.studies.parity import TOLERANCE, largest_differences
+from acc_lm.run_files.differences import TOLERANCE, largest_differences
 
 STEPS = 4
 SCENARIO = Scenario("llama", steps=STEPS)

@@ -23,7 +23,7 @@ from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
 from acc_lm.optimization.muon import MuonAndAdamW, hidden_matrices
 from acc_lm.optimization.optimizer import build_optimizer, set_learning_rate
-from acc_lm.studies.parity import OF_MUON, TOLERANCE, largest_differences
+from acc_lm.run_files.differences import OF_MUON, TOLERANCE, largest_differences
 
 MUON = "optimizer.name=muon"
 RATE, MOMENTUM, DECAY = 1e-2, 0.9, 0.3  # none is torch's own

@@ -10,8 +10,9 @@ import pytest
 from processes import run_training
 
 from acc_lm.checkpointing.resuming import resumed_at
-from acc_lm.run_files.curves import draw_curves, smooth
-from acc_lm.run_files.names import METRICS, PICTURE
+from acc_lm.run_files.charts import smooth
+from acc_lm.run_files.curves import draw_curves
+from acc_lm.run_files.names import ENVIRONMENT, METRICS, PICTURE
 
 
 def axes_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> dict[str, Any]:
@@ -85,3 +86,10 @@ def test_a_run_records_where_it_was_resumed(tiny: list[str], tmp_path: Path) -> 
     for num_steps, wanted in ((4, [2]), (6, [2, 4])):
         run_training([*tiny, f"training.max_steps={num_steps}", "checkpoint.resume=auto"])
         assert resumed_at(run) == wanted
+    starts = json.loads((run / ENVIRONMENT).read_text())["starts"]
+    assert [(start["step"], start["strategy"], start["num_processes"]) for start in starts] == [
+        (step, "single", 1) for step in (0, 2, 4)
+    ]
+    last = Path(starts[-1]["checkpoint"])
+    assert last == (run / "checkpoints/step-00000004").resolve()
+    assert starts[-1]["ledger"] == json.loads((last / "state.json").read_text())["progress"]["ledger"]

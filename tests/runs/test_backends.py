@@ -15,8 +15,9 @@ import torch
 from backends import BACKENDS, GLOBAL_BATCH, STEPS, STRATEGY, TIED, Curve, Scenario, run_backend
 from processes import ROOT, Launch, launcher_environment, run_training
 
+from acc_lm.run_files.differences import TOLERANCE, largest_differences, read_metrics
 from acc_lm.runtime.settings.extensions import has_libaio
-from acc_lm.studies.parity import TOLERANCE, ParityRow, largest_differences, read_metrics
+from acc_lm.studies.parity import ParityRow
 
 GRID = [
     Scenario("gpt2", accumulation=4, gradient_checkpointing=True),

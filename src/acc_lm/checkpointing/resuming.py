@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from acc_lm.data import Data
+
+STARTED_ON = ("strategy", "engine", "num_processes", "precision", "device", "threads")
+"""Parts of the identity that may change with each start of a run."""
 
 
 def check_same_recipe(
@@ -267,7 +270,15 @@ def begin(
     is_elsewhere = found.checkpoint is not None and not is_own(output_dir, found.checkpoint)
     if trains or not (output_dir / ENVIRONMENT).exists():
         earlier = [] if is_elsewhere else [other for other in resumed_at(output_dir) if other < step]
-        facts = {**environment(identity), "text_key": data.text_key, "resumed_at": earlier + [step] * (step > 0)}
+        launch = environment(identity)
+        facts = {
+            **launch,
+            "text_key": data.text_key,
+            # Only an evaluation of all held-out rows covers the text that the compressors read.
+            "compressors": data.facts.compressed_bits_per_byte if config.training.eval_batches is None else {},
+            "resumed_at": earlier + [step] * (step > 0),
+            "starts": [*([] if is_elsewhere else _starts_before(output_dir, step)), _this_start(found, launch)],
+        }
         write_json(output_dir / ENVIRONMENT, facts)  # first, because this file marks the folder as a run's
     if not trains:
         return
@@ -279,6 +290,29 @@ def begin(
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
     data.tokenizer.save_pretrained(output_dir / "tokenizer")
+
+
+def _this_start(found: Found, launch: dict[str, Any]) -> dict[str, Any]:
+    """This start of the run: the checkpoint that it resumes from, and the engine that it runs on."""
+    return {
+        "step": found.progress.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checkpoint": found.checkpoint and str(found.checkpoint.folder),
+        "checked": found.checkpoint and found.checked,
+        "ledger": found.progress.ledger,
+        **{name: launch.get(name) for name in STARTED_ON},
+    }
+
+
+def _starts_before(output_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Earlier starts whose steps the run keeps, in order."""
+    starts = read_json_file(output_dir / ENVIRONMENT).get("starts")
+    known = starts if isinstance(starts, list) else []
+    return [
+        start
+        for start in known
+        if isinstance(start, dict) and isinstance(start.get("step"), int) and start["step"] < step
+    ]
 
 
 def resumed_at(output_dir: Path) -> list[int]:

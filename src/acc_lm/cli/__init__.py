@@ -33,6 +33,7 @@ VERBS = {
         "doctor": "show what this machine has; check whether an Accelerate config can run on it (exit code 4 if not)",
     },
     "look at a model or a run": {
+        "report": "write one page about a run, live or ended, with curves, samples and proof; compare several runs",
         "generate": "print text that an exported model writes",
         "evaluate": "measure loss, perplexity, bits per byte and token accuracy on a text, by document; score answers to prompts",
         "export": "convert an exported model into another model folder",

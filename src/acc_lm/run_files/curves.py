@@ -7,20 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from acc_lm.run_files.metrics_file import best, read, series, sets
+from acc_lm.redaction import printable, redact
+from acc_lm.run_files.charts import Chart, Drawn, Line, Mark, charts_of, marks_of
+from acc_lm.run_files.columns import MetricColumns
+from acc_lm.run_files.metrics_file import read
 from acc_lm.run_files.names import PICTURE
 
-GAIN = 100
-"""Ratio of the largest to the smallest gradient norm from which its scale is logarithmic."""
-
-
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the values at most `window` places before and after each, so that a smoothed curve does not lag."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    ends = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
-    return [(sums[last] - sums[first]) / (last - first) for first, last in ends]
+PALETTE = (
+    "#2f7ebc",
+    "#d9822b",
+    "#2f9e55",
+    "#9b5fc0",
+    "#cf4646",
+    "#808080",
+    "#1f9e9e",
+    "#8a6d3b",
+)
+"""Colours of lines that are readable on white and on black, by the numbers of `charts`."""
+LEVEL_STYLES = ("--", "-.")
 
 
 def draw_curves(
@@ -36,76 +40,60 @@ def draw_curves(
         compressors: bits per byte of other compressors on the same held-out text, by name.
         resumed_at: steps after which the run was resumed.
     """
+    columns = MetricColumns().add(read(output_dir))
+    run = Drawn(title, columns, best_metric, compressors, [(step, "resumed") for step in resumed_at])
+    draw_charts(charts_of([run]), marks_of([run]), title, output_dir / PICTURE)
+
+
+def draw_charts(
+    charts: Sequence[Chart], marks: Sequence[Mark], title: str, file: Path, x_label: str = "optimizer step"
+) -> None:
+    """Draw six charts into a PNG file, which is replaced at once."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    entries = read(output_dir)
     figure, axes = plt.subplots(2, 3, figsize=(15, 7.5))
     # A layout engine would draw everything twice.
     figure.subplots_adjust(left=0.05, right=0.985, bottom=0.075, top=0.9, wspace=0.2, hspace=0.3)
     figure.suptitle(title, parse_math=False)  # a $ in a name starts no formula
-    (train, evaluation, bits), (rate, norm, speed) = axes
-    _draw_series(train, entries, "train/loss", "Training loss", "nats per target", "tab:blue", smoothed=True)
-    _draw_evaluations(evaluation, entries, best_metric)
-    _draw_bits(bits, entries, compressors or {})
-    _draw_series(rate, entries, "train/learning_rate", "Learning rate", "", "tab:red")
-    rate.set_ylim(bottom=0)
-    _draw_series(norm, entries, "train/grad_norm", "Gradient norm, before clipping", "", "tab:purple", smoothed=True)
-    norms = [value for value in series(entries, "train/grad_norm")[1] if value > 0]
-    if norms and max(norms) >= GAIN * min(norms):
-        norm.set_yscale("log")
-    _draw_series(speed, entries, "train/tokens_per_second", "Speed", "tokens per second", "tab:gray", smoothed=True)
-    speed.set_ylim(bottom=0)
-    for each in axes.flat:
-        for number, step in enumerate(resumed_at):
-            each.axvline(step, color="black", linestyle=":", linewidth=1, label="resumed" if number == 0 else None)
-        each.set_xlabel("optimizer step")
+    for each, chart in zip(axes.flat, charts, strict=True):
+        _draw(each, chart)
+        for number, mark in enumerate(marks):
+            is_new = mark.label not in {earlier.label for earlier in marks[:number]}
+            each.axvline(mark.x, color="black", linestyle=":", linewidth=1, label=mark.label if is_new else None)
+        each.set_xlabel(x_label)
         each.grid(alpha=0.3)
         if each.lines:
             each.legend()
-    temporary = output_dir / f".{PICTURE}"
+            for text in each.get_legend().get_texts():
+                text.set_parse_math(False)
+    temporary = file.with_name(f".{file.name}")
     figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)
-    os.replace(temporary, output_dir / PICTURE)
+    os.replace(temporary, file)
 
 
-def _draw_series(
-    axes: Any, entries: list[dict[str, Any]], name: str, title: str, unit: str, color: str, *, smoothed: bool = False
-) -> None:
-    steps, values = series(entries, name)
-    marker = "." if len(steps) < 3 else None
-    axes.plot(steps, values, color=color, alpha=0.3 if smoothed else 1, marker=marker, label="logged steps")
-    if smoothed:
-        axes.plot(steps, smooth(values, len(values) // 40), color=color, label="smoothed")
-    axes.set_title(title, y=1.0)  # finding an automatic height takes as long as all other drawing
-    axes.set_ylabel(unit)
+def _draw(axes: Any, chart: Chart) -> None:
+    for line in chart.lines:
+        _draw_line(axes, line)
+    for number, level in enumerate(chart.levels):
+        style = LEVEL_STYLES[number % len(LEVEL_STYLES)]
+        axes.axhline(level.value, color="black", linestyle=style, linewidth=1, alpha=0.7, label=level.label)
+    if chart.star:
+        axes.axhline(chart.star.y, color=PALETTE[2], linestyle="--", linewidth=1)
+        axes.plot(chart.star.x, chart.star.y, "*", color=PALETTE[2], markersize=14, label=chart.star.label)
+    if chart.is_log:
+        axes.set_yscale("log")
+    if chart.begins_at_zero:
+        axes.set_ylim(bottom=0)
+    axes.set_title(chart.title, y=1.0)  # finding an automatic height takes as long as all other drawing
+    axes.set_ylabel(chart.unit)
 
 
-def _draw_evaluations(axes: Any, entries: list[dict[str, Any]], best_metric: str) -> None:
-    """Draw the held-out loss of the run and of its evaluation sets, with the best evaluation marked."""
-    steps, losses = series(entries, "eval/loss")
-    axes.plot(steps, losses, color="tab:orange", marker="o", markersize=4, label="held-out text")
-    for name in sets(entries):
-        axes.plot(*series(entries, f"eval/{name}/loss"), marker=".", linewidth=1, alpha=0.7, label=name)
-    found = best(entries, best_metric)
-    if found and found["step"] in steps:
-        height = losses[steps.index(found["step"])]
-        what = "best" if best_metric == "eval/loss" else f"best {best_metric.removeprefix('eval/')}"
-        label = f"{what} {found['value']:.4f} at step {found['step']}"
-        axes.axhline(height, color="tab:green", linestyle="--", linewidth=1)
-        axes.plot(found["step"], height, "*", color="tab:green", markersize=14, label=label)
-    axes.set_title("Evaluation loss", y=1.0)
-    axes.set_ylabel("nats per target")
-
-
-def _draw_bits(axes: Any, entries: list[dict[str, Any]], compressors: Mapping[str, float]) -> None:
-    """Draw the compression of the held-out text, next to that of other compressors."""
-    steps, values = series(entries, "eval/bits_per_byte")
-    if steps:
-        axes.plot(steps, values, color="tab:green", marker="o", markersize=4, label="this model")
-        for (name, value), style in zip(compressors.items(), ("--", "-."), strict=False):
-            axes.axhline(value, color="black", linestyle=style, linewidth=1, alpha=0.7, label=f"{name} {value:.2f}")
-    axes.set_title("Held-out text, compressed", y=1.0)
-    axes.set_ylabel("bits per byte")
+def _draw_line(axes: Any, line: Line) -> None:
+    alpha, marker = (0.3 if line.is_faint else 1), "." if line.has_points else None
+    label = printable(redact(line.label))
+    label = f" {label}" if label.startswith("_") else label  # matplotlib hides such labels
+    axes.plot(line.xs, line.ys, color=PALETTE[line.color % len(PALETTE)], alpha=alpha, marker=marker, label=label)

@@ -85,6 +85,19 @@ def check_not_in_use(output_dir: Path) -> None:
         _lock(lock, output_dir)
 
 
+def is_in_use(output_dir: Path) -> bool:
+    """True while a run writes to the folder; False for the lock that a killed run left.
+
+    On a file system without locks, the lock that a run left cannot be distinguished: it counts as that of a running one.
+    """
+    with contextlib.suppress(OSError), (output_dir / LOCK).open("rb") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 def when_taken(output_dir: Path) -> int | None:
     """Time at which a running or killed run locked the folder, in ns since 1970; None after a run that ended itself."""
     try:
@@ -126,7 +139,7 @@ def check_output_dir(output_dir: Path) -> None:
             raise ConfigError(
                 f"{path} must be a {kind}, got something else; move it away, or choose another output_dir"
             )
-    if _is_of_a_run(output_dir):
+    if is_run_folder(output_dir):
         return
     there = [name for name in (*FILES, *FOLDERS) if _holds_something(output_dir / name) and name != LOCK]
     if there:
@@ -136,7 +149,7 @@ def check_output_dir(output_dir: Path) -> None:
         )
 
 
-def _is_of_a_run(output_dir: Path) -> bool:
+def is_run_folder(output_dir: Path) -> bool:
     """True when a run, or an attempt that ended before its first step, has written there."""
     return (
         "strategy" in read_json_file(output_dir / ENVIRONMENT)

@@ -103,7 +103,7 @@ def read_summary(output_dir: Path) -> dict[str, Any]:
 
 def read_json_file(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text()) if file.is_file() else {}  # a pipe would never end
         return values if isinstance(values, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}

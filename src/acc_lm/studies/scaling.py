@@ -16,6 +16,7 @@ from acc_lm.config import nearest_multiples
 from acc_lm.config.loading import load_config
 from acc_lm.config.project import find_accelerate_config, training_script
 from acc_lm.errors import ConfigError
+from acc_lm.run_files.differences import largest_differences, read_metrics, tolerance_of
 from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
 from acc_lm.studies.launching import (
     LAUNCH_SECONDS,
@@ -24,7 +25,7 @@ from acc_lm.studies.launching import (
     num_accelerators,
     shared_cores,
 )
-from acc_lm.studies.parity import Case, largest_differences, read_metrics, short_run, tolerance_of
+from acc_lm.studies.parity import Case, short_run
 from acc_lm.studies.tables import machine_line, replace_block
 
 LOGS, LOGS_LEFT_OUT, LEAST_STEPS = 10, 3, 6
