@@ -3,7 +3,7 @@
 probe        bytes of a micro-batch, measured on the recipe's own model without its data
 memory       memory of a process, from the probe and the placement of its launch
 plan         every config x micro-batch x checkpointing, what fits, and the one to take
-here         whether a launch fits into the memory of this machine
+here         test of a launch against the memory of this machine
 hardware     facts about GPUs, and reading `8xH100`
 speed        seconds of a step by part, and bytes that it sends
 constants    efficiencies of the speed model, fitted on published figures; generated

@@ -1,4 +1,4 @@
-"""Whether a launch fits into the memory of this machine, before any text is read."""
+"""Test of a launch against the memory of this machine, before any text is read."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def report_of(record: RunRecord, by: By = "step") -> Report:
         ("Samples over time", lambda: samples_of(record)),
         ("Text by source", lambda: sources_of(record)),
         ("Time of a step", lambda: time_of(record)),
-        ("Memory by phase", lambda: memory_of(record)),
+        ("Memory by phase", lambda: memory_section(record)),
         ("Starts, resumes and backends", lambda: starts_of(record)),
         ("Proof", lambda: proof_of(record)),
         ("Recipe", lambda: keys_of(record)),
@@ -284,7 +284,7 @@ def time_of(record: RunRecord) -> list[Part]:
     return parts
 
 
-def memory_of(record: RunRecord) -> list[Part]:
+def memory_section(record: RunRecord) -> list[Part]:
     """Peak memory after each phase, of the process that used most."""
     phases = [phases for phases in listed(record.summary, "peak_memory_gb_by_phase") if isinstance(phases, dict)]
     names = list(dict.fromkeys(name for process in phases for name in process))
