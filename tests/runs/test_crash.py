@@ -75,7 +75,7 @@ def test_a_crash_at_a_stage_of_saving_loses_nothing(
 
 
 PHASES = {
-    "tokenising": ("acc_lm.data.one_source.flush_file", 2),
+    "tokenising": ("acc_lm.text.writing.flush_file", 2),
     "building the model": ("acc_lm.training.run.build_model", 1),
     "the first step": ("acc_lm.training.train_step", 1),
     "an evaluation": ("acc_lm.evaluation.held_out.release_gathered", 2),

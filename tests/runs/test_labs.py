@@ -165,7 +165,7 @@ def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> N
 def test_the_lab_agrees_with_its_recipes() -> None:
     page = LAB.read_text()
     header = (ROOT / "recipes/chat_smollm2-360m_alpaca.yaml").read_text()
-    figures = re.findall(r"([\d.]+ GB) with deepspeed_zero", header)
+    figures = re.findall(r"([\d.]+ to [\d.]+ GiB) with deepspeed_zero", header)
     assert len(figures) == 2
     assert all(figure in page for figure in figures)
 

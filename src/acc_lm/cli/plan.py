@@ -20,7 +20,7 @@ MORE = (2, 4, 8, 16, 32, 64)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", required=True, metavar="NxGPU", help="number and kind of GPUs, e.g. 8xH100")
+    parser.add_argument("--gpus", required=True, metavar="NxGPU", help="number and kind, e.g. 8xH100, or `here`")
     parser.add_argument("--config", dest="only", metavar="NAME", help="consider this Accelerate config alone")
     parser.add_argument(
         "--network", type=float, default=400, metavar="GBIT", help="Gbit/s of each GPU's link to others"
@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(known: argparse.Namespace) -> int:
     from acc_lm.config.loading import load_config
     from acc_lm.config.project import find_recipe
-    from acc_lm.planning.hardware import parse_gpus
+    from acc_lm.planning.hardware import gpus_here, parse_gpus
     from acc_lm.planning.plan import Machine, make_plan
     from acc_lm.planning.probe import Probe, vocabulary_of
     from acc_lm.runtime import quiet_libraries
 
     recipe, overrides = split_recipe(None, known.overrides)
-    num_gpus, gpu = parse_gpus(known.gpus)
+    num_gpus, gpu = gpus_here() if known.gpus == "here" else parse_gpus(known.gpus)
     machine = Machine(gpu, num_gpus, known.network / 8 * 1e9, known.machine_memory * 1e9)
     with stdout_on_stderr():
         quiet_libraries()

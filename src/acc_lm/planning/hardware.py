@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.flops import peak_of
@@ -116,6 +116,29 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
             f"--gpus must name one of {', '.join(GPUS)}, got {name or text!r}; nearest: {f'{count}x' if count else ''}{hint}"
         )
     return int(count or 1), GPUS[OTHER_NAMES.get(key, key)]
+
+
+def gpus_here() -> tuple[int, Gpu]:
+    """Number and kind of this machine's GPUs, with the memory that they report.
+
+    Raises:
+        ConfigError: there is none, or none whose facts are known here.
+    """
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if not found:
+        raise ConfigError("--gpus here must find a GPU, got none on this machine; name some, for example --gpus 8xH100")
+    name, size = found[0].name, found[0].total_memory / GIB
+    same = [gpu for gpu in _TABLE if gpu.device == name] or [
+        gpu for gpu in _TABLE if re.search(rf"\b{gpu.name.partition('-')[0]}\b", name)
+    ]
+    if not same:
+        raise ConfigError(
+            f"--gpus here must find one of {', '.join(GPUS)}, got {name}; name the nearest, for example 8xH100"
+        )
+    nearest = min(same, key=lambda gpu: abs(gpu.memory_gib - size))
+    return len(found), replace(nearest, memory_gib=size)
 
 
 def _plain(name: str) -> str:

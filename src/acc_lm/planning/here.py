@@ -2,32 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from acc_lm.errors import ConfigError, MachineError
+from acc_lm.errors import ConfigError, MachineError, warn_once
 from acc_lm.planning.hardware import GIB
 from acc_lm.planning.memory import memory_of
 from acc_lm.planning.probe import SWITCH, Probe, vocabulary_of
-from acc_lm.runtime import placement_of, split_global_batch
+from acc_lm.runtime import Placement, current_placement, placement_of, split_global_batch
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from acc_lm.config import Config
 
 LOADED_LIBRARIES = 0.4 * GIB
 """Bytes that a process on a CPU takes for Python and its libraries."""
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Memory that a launch needs, and that of this machine, in bytes."""
+
+    low: float
+    high: float
+    available: float
+    of: str
+    """Name of what has this memory: each GPU, or the processes together."""
+    smaller: str
+    """Smallest change of the recipe or the launch that needs less."""
+
+    def __str__(self) -> str:
+        amount = (
+            f"{self.low / GIB:.1f} to {self.high / GIB:.1f} GiB"
+            if self.high > self.low
+            else f"{self.low / GIB:.1f} GiB"
+        )
+        return f"{amount} {self.of}"
+
+
 def memory_here(config: Config, file: Path, num_processes: int | None) -> str | None:
     """Line about the memory that this launch will need, and what there is; None for a model that cannot be planned.
 
     Raises:
-        MachineError: the launch cannot fit; the line has the next smaller configuration that would.
+        MachineError: the launch cannot fit.
     """
+    fit = _fit(config, placement_of(file, num_processes, None, config))
+    if fit is None:
+        return None
+    there = f"{fit.available / GIB:.1f} GiB"
+    if fit.low > fit.available:
+        raise MachineError(f"the memory must hold {fit}, by acc-lm plan, got {there}; try {fit.smaller}")
+    close = ", which may be too much" if fit.high > fit.available else ""
+    return f"plan: {fit}, of {there}{close}"
+
+
+def warn_of_memory(accelerator: Accelerator, config: Config) -> None:
+    """Warn before any text is read if this launch needs more memory than each GPU has; it is an estimate, so no error."""
+    if accelerator.device.type != "cuda" or not accelerator.is_main_process:
+        return
+    fit = _fit(config, current_placement(config))
+    if fit is not None and fit.high > fit.available:
+        will = "will not" if fit.low > fit.available else "may not"
+        warn_once(
+            f"the run {will} fit: {fit} by acc-lm plan, got {fit.available / GIB:.1f} GiB; {fit.smaller} needs less"
+        )
+
+
+def _fit(config: Config, placement: Placement) -> Fit | None:
     import psutil
     import torch
 
-    placement = placement_of(file, num_processes, None, config)
     here = placement.num_processes // placement.num_machines
     devices = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     wanted = config.model.gradient_checkpointing
@@ -36,24 +82,12 @@ def memory_here(config: Config, file: Path, num_processes: int | None) -> str | 
     try:
         probe = Probe(config, vocabulary_of(config), on_gpu=bool(devices))
         found = memory_of(probe, placement, micro, accumulation, checkpointing)
-    except ConfigError:  # the line about the state of the training has to do
+    except ConfigError:  # a model that runs only with data: nothing is known before it does
         return None
+    smaller = "model.gradient_checkpointing=true" if checkpointing != "full" else "an offload, or adapter.kind=lora,"
+    if micro > 1:
+        smaller = f"training.micro_batch_size={next(n for n in range(micro // 2, 0, -1) if micro % n == 0)}"
     if devices:
-        available, low, high, of = float(min(devices)), found.low, found.high, "of each GPU"
-    else:
-        available, of = float(psutil.virtual_memory().total), f"of {here} process(es)"
-        low = high = here * (found.tensors + LOADED_LIBRARIES)
-    text = f"{low / GIB:.1f} to {high / GIB:.1f} GiB" if high > low else f"{low / GIB:.1f} GiB"
-    if low > available:
-        smaller = (
-            "model.gradient_checkpointing=true"
-            if checkpointing != "full"
-            else "more GPUs, an offload or adapter.kind=lora"
-        )
-        if micro > 1:
-            smaller = f"training.micro_batch_size={next(n for n in range(micro // 2, 0, -1) if micro % n == 0)}"
-        raise MachineError(
-            f"the memory {of} must hold {text}, by acc-lm plan, got {available / GIB:.1f} GiB; try {smaller}"
-        )
-    close = ", which may be too much" if high > available else ""
-    return f"plan: {text} {of}, of {available / GIB:.1f} GiB{close}"
+        return Fit(found.low, found.high, float(min(devices)), "of each GPU", smaller)
+    of_all = here * (found.tensors + LOADED_LIBRARIES)
+    return Fit(of_all, of_all, float(psutil.virtual_memory().total), f"of {here} process(es)", smaller)

@@ -41,6 +41,7 @@ from acc_lm.runtime.launch.layout import (
     Placement,
     can_compile,
     configs_for,
+    current_placement,
     launch_words,
     placement_of,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "configs_for",
     "count_updates",
     "cpu_group",
+    "current_placement",
     "data_parallel",
     "environment",
     "explain",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
-from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy
+from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
@@ -77,34 +77,44 @@ def placement_of(file: Path, num_processes: int | None, num_machines: int | None
     if (num_machines or 1) > 1:
         options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
     with launched(file, options) as typed:
-        num_processes, num_machines = int(typed.num_processes), int(typed.num_machines or 1)
-        here = num_processes // num_machines
-        strategy = requested_strategy()
-        precision = requested_precision(config.training.mixed_precision)
-        keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
-        offloads = flag("FSDP_OFFLOAD_PARAMS")
-        is_deepspeed = strategy.startswith("deepspeed")
-        devices = (offload_device("optimizer"), offload_device("param")) if is_deepspeed else ("none", "none")
+        return replace(current_placement(config), config=file.stem, num_machines=int(typed.num_machines or 1))
+
+
+def current_placement(config: Config) -> Placement:
+    """Placement of this recipe's model under the launch of this process."""
+    strategy, num_processes = requested_strategy(), world_size()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    precision = requested_precision(config.training.mixed_precision)
     stored = STORED[config.model.dtype]
     is_mixed = precision != "no"
     compute: Compute = "own" if not is_mixed else "autocast" if strategy in ("single", "ddp") else "cast"
     found = Placement(
-        file.stem, num_processes, num_machines, compute, precision, stored, 2 * stored, stored, shards=num_processes
+        strategy,
+        num_processes,
+        max(1, num_processes // here),
+        compute,
+        precision,
+        stored,
+        2 * stored,
+        stored,
+        shards=num_processes,
     )
     if strategy == "single":
         return replace(found, shards=1)
     if strategy == "ddp":  # gradients are views of buckets, which always exist
         return replace(found, shards=1, state=3 * stored, gradients=0)
-    if not is_deepspeed:
-        shards = here if strategy == "hsdp" else num_processes
-        share = stored / shards
-        found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
-        found = replace(found, gathers="all blocks" if keeps else "blocks")
-        if offloads:
-            found = replace(found, weights=0, state=0, gradients=0, host=4 * share)
-            return replace(found, offloads_weights=True, offloads_moments=True)
-        return replace(found, weights=share, state=2 * share, gradients=share)
-    return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices)
+    if strategy.startswith("deepspeed"):
+        devices = offload_device("optimizer"), offload_device("param")
+        return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices)
+    shards = here if strategy == "hsdp" else num_processes
+    share = stored / shards
+    keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
+    found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
+    found = replace(found, gathers="all blocks" if keeps else "blocks")
+    if flag("FSDP_OFFLOAD_PARAMS"):
+        found = replace(found, weights=0, state=0, gradients=0, host=4 * share)
+        return replace(found, offloads_weights=True, offloads_moments=True)
+    return replace(found, weights=share, state=2 * share, gradients=share)
 
 
 def _of_deepspeed(found: Placement, stage: int, is_mixed: bool, devices: tuple[str, str]) -> Placement:
