@@ -11,8 +11,10 @@ from processes import ROOT
 
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError, MachineError
+from acc_lm.planning import here
 from acc_lm.planning.hardware import GIB, GPUS, gpus_here
 from acc_lm.planning.here import memory_here, warn_of_memory
+from acc_lm.planning.probe import Probe
 
 MODEL = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
@@ -35,7 +37,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     return there
 
 
-def test_a_launch_fits_is_close_or_is_refused(gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_fits_is_close_or_is_refused(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Probe(config_of(), 0)  # once, because it takes seconds
+    monkeypatch.setattr(here, "Probe", lambda *_, **__: measured)
     file = ROOT / "accelerate_configs/single_gpu.yaml"
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
     lines = []
