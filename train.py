@@ -55,7 +55,6 @@ def build(config: Config, mode: Mode) -> Run | None:
     from acc_lm import runtime, training
     from acc_lm.checkpointing.writing import check_disk_space
     from acc_lm.optimization.optimizer import build_optimizer
-    from acc_lm.planning.here import warn_of_memory
     from acc_lm.reporting.speed import Speed
 
     runtime.quiet_libraries()
@@ -67,8 +66,6 @@ def build(config: Config, mode: Mode) -> Run | None:
     if earlier is None:
         return None
     found, notes = earlier
-
-    warn_of_memory(accelerator, config)
 
     # Text -> rows -> rows of each step
     config, data = training.build_rows(accelerator, config, found, mode)

@@ -171,7 +171,7 @@ def test_a_model_whose_state_exceeds_the_memory_is_refused(
     long = ["data.sequence_length=2048", "training.micro_batch_size=16", "training.global_batch_size=32"]
     assert main(["doctor", "--config_file", "ddp", "--num_processes", "2", *arguments, *long, sizes % 3]) == 4
     problem = capsys.readouterr().err
-    assert re.search(r"the memory of 2 process\(es\) must hold [\d.]+ GiB, by acc-lm plan, got [\d.]+ GiB", problem)
+    assert re.search(r"the memory must hold [\d.]+ GiB of 2 process\(es\), by acc-lm plan, got [\d.]+ GiB", problem)
     assert "try training.micro_batch_size=8" in problem
     assert main(["doctor", "--config_file", "fsdp2", "--num_processes", "2", *arguments, sizes % 500]) == 4
     assert "error: this machine must have at least 1" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from acc_lm.errors import ConfigError
 from acc_lm.evaluation.held_out import check_best_metric
 from acc_lm.modeling.build import ModelFacts, build_empty_model, build_model
 from acc_lm.optimization.schedule import build_schedule
+from acc_lm.planning.here import warn_of_memory
 from acc_lm.progress import Progress
 from acc_lm.reporting.speed import Speed
 from acc_lm.rows.batch import Batch
@@ -142,6 +143,7 @@ def find_start(accelerator: Accelerator, config: Config, mode: Mode) -> tuple[Fo
 def build_rows(accelerator: Accelerator, config: Config, found: Found, mode: Mode) -> tuple[Config, Data]:
     """Check that the model can run, then build its rows; return them and the recipe with its chat template's date."""
     tokenizer = runtime.check_run(config)
+    warn_of_memory(accelerator, config)
     runtime.keep_libraries()
     day = resuming.day_of_run(accelerator, config, found, tokenizer if mode == Mode.EVAL_ONLY else None)
     global_batch_size, is_main = config.training.global_batch_size, accelerator.is_main_process
