@@ -92,3 +92,14 @@ def test_gpus_of_this_machine_are_known_by_name(name: str, gigabytes: float, kno
 def test_no_gpu_here_is_one_line() -> None:
     with pytest.raises(ConfigError, match="--gpus here must find a GPU, got none on this machine"):
         gpus_here()
+
+
+def test_a_model_that_scans_its_rows_is_not_measured_at_a_start(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus("NVIDIA A10G", 0.1)
+    measured: list[int] = []
+    monkeypatch.setattr(Probe, "_measure", lambda *_: measured.append(1))
+    model = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 100}
+    given = {"model": {"config": model}, "training": {"max_steps": 1}}
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
+    warn_of_memory(on_gpu, Config.model_validate(given))
+    assert not measured

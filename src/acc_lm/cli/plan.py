@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import TYPE_CHECKING
 
 from acc_lm.cli import split_recipe, stdout_on_stderr
-from acc_lm.errors import MachineError
+from acc_lm.errors import ConfigError, MachineError
 from acc_lm.planning.hardware import GIB
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ def run(known: argparse.Namespace) -> int:
     from acc_lm.planning.probe import Probe, vocabulary_of
     from acc_lm.runtime import quiet_libraries
 
+    for option in ("network", "machine_memory", "price"):
+        value = getattr(known, option)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{option.replace('_', '-')} must be a positive number, got {value:g}; correct it")
     recipe, overrides = split_recipe(None, known.overrides)
     num_gpus, gpu = gpus_here() if known.gpus == "here" else parse_gpus(known.gpus)
     machine = Machine(gpu, num_gpus, known.network / 8 * 1e9, known.machine_memory * 1e9)

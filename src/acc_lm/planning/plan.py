@@ -12,7 +12,7 @@ from acc_lm.planning.hardware import GIB, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
 from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
-from acc_lm.runtime import Placement, can_compile, configs_for, launch_words, placement_of
+from acc_lm.runtime import NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
@@ -126,8 +126,17 @@ def make_plan(
         only: name or file of the only Accelerate config to consider.
 
     Raises:
-        ConfigError: the global batch cannot be divided among the GPUs.
+        ConfigError: the GPUs are uneven, the global batch cannot be divided among them, or no plan is made for `only`.
     """
+    if machine.num_gpus % machine.num_machines:
+        raise ConfigError(
+            f"--gpus must fill every machine equally, got {machine.num_gpus} on {machine.num_machines} machines of up to "
+            f"{machine.gpu.per_machine}; plan for a multiple of {machine.num_machines}"
+        )
+    if only in NOT_PLANNED:
+        raise ConfigError(
+            f"--config must be one that a plan is made for, got {only}: {NOT_PLANNED[only]}; leave it out"
+        )
     rows, rest = divmod(config.training.global_batch_size, machine.num_gpus)
     if rest or not rows:
         raise ConfigError(

@@ -268,7 +268,7 @@ class Probe:
             try:
                 with self._fake():
                     self._phases[key] = self._measure(*key)
-            except RuntimeError as error:
+            except Exception as error:  # a model's own code raises anything where it reads values
                 raise ConfigError(
                     f"model must be one that runs without data, got {self._model_config.model_type}: {first_line(error)[:100]}; "
                     "measure it with --dry-run"
