@@ -17,8 +17,8 @@ from acc_lm.config import Config
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.losses import as_on_gpu, summed_loss
 from acc_lm.planning.memory import memory_of
-from acc_lm.planning.probe import SWITCH, Checkpointing, LiveBytes, Probe
-from acc_lm.runtime import placement_of
+from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
+from acc_lm.runtime import LiveBytes, placement_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,

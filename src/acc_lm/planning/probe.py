@@ -8,90 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
 from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
 from acc_lm.modeling.losses import as_on_gpu, summed_loss
+from acc_lm.runtime import Compute, LiveBytes
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
-    from acc_lm.runtime import Compute
 
 Checkpointing = Literal["no", "selective", "full"]
 SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "selective": "selective", "full": True}
 """Value of `model.gradient_checkpointing` for each name."""
-ALLOCATED = 512
-"""Bytes to which CUDA's allocator rounds every tensor up."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of all tensors that exist, and of the most that existed. Use as a context manager."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.most = 0
-        self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor that was there before."""
-        storage = tensor.untyped_storage()
-        if storage in self._sizes:
-            return
-        size = [_rounded(storage.nbytes())]
-        self._sizes[storage] = size
-        self._grow(size[0])
-        weakref.finalize(storage, lambda: self._grow(-size[0]))
-
-    def _grow(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.most = max(self.most, self.now)
-
-    def forget(self) -> None:
-        """Count the most from now on."""
-        self.most = self.now
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count in this context, and notice storages that are resized, which is how FSDP2 frees gathered weights."""
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: Any, num_bytes: int) -> None:
-            resize(storage, num_bytes)
-            if storage in self._sizes:
-                size = self._sizes[storage]
-                self._grow(_rounded(num_bytes) - size[0])
-                size[0] = _rounded(num_bytes)
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # its local part comes here by itself
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor) and type(tensor).__name__ != "DTensor":
-                self.add(tensor)
-        return output
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALLOCATED) * ALLOCATED
 
 
 @dataclass(frozen=True)

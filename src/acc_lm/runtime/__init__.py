@@ -58,6 +58,7 @@ from acc_lm.runtime.monitoring.bandwidth import (
     time_collective,
     wait_for,
 )
+from acc_lm.runtime.monitoring.live_bytes import LiveBytes
 from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.monitoring.peers import Peers
 from acc_lm.runtime.monitoring.shutdown import close, explain, forget, stop_watching
@@ -78,6 +79,7 @@ __all__ = [
     "Compute",
     "Gradients",
     "Identity",
+    "LiveBytes",
     "Memory",
     "Pace",
     "Peers",
