@@ -216,8 +216,8 @@ def test_a_dry_run_does_everything_once_and_keeps_nothing(name: str, tiny: list[
     config, num_processes = LAUNCHES[name]
     finished = run_training([*tiny, "--dry-run"], num_processes, environment_of(config, num_processes))
     lines = [line for line in finished.output.splitlines() if line.startswith("dry run: ")]
-    assert [line.split()[2] for line in lines] == ["step", "evaluate", "save", "load", "everything"]
-    assert "every tensor is restored bit for bit" in lines[3]
+    assert [line.split()[2] for line in lines] == ["step", "evaluate", "save", "measure", "load", "everything"]
+    assert "every tensor is restored bit for bit" in lines[4]
     assert f"strategy      {STRATEGY[config][0]}, {num_processes} process" in finished.output
     assert not (tmp_path / "run").exists()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli import split_recipe, stdout_on_stderr
 from acc_lm.errors import ConfigError, MachineError
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
     from acc_lm.config import Config
     from acc_lm.planning.plan import Candidate, Machine, RunPlan
     from acc_lm.planning.probe import Probe
+    from acc_lm.studies.measuring import Compared
 
 MORE = (2, 4, 8, 16, 32, 64)
 """Multiples of the number of GPUs that are tried if nothing fits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", required=True, metavar="NxGPU", help="number and kind, e.g. 8xH100, or `here`")
+    parser.add_argument("--gpus", metavar="NxGPU", help="number and kind, e.g. 8xH100, or `here`")
     parser.add_argument("--config", dest="only", metavar="NAME", help="consider this Accelerate config alone")
     parser.add_argument(
         "--network", type=float, default=400, metavar="GBIT", help="Gbit/s of each GPU's link to others"
@@ -29,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine-memory", type=float, default=1000, metavar="GB", help="memory of a machine, in GB")
     parser.add_argument("--price", type=float, metavar="X", help="price of a GPU hour, in any currency")
     parser.add_argument("--all", action="store_true", help="print every combination, not the best of each config")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="launch the dry run of the plan here, print predicted next to measured, and keep the speed for later plans",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="with --measure on a CPU: number of processes")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument("overrides", nargs="*", metavar="RECIPE or section.key=value", help="recipe and its keys")
 
@@ -36,52 +44,142 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(known: argparse.Namespace) -> int:
     from acc_lm.config.loading import load_config
     from acc_lm.config.project import find_recipe
-    from acc_lm.planning.hardware import gpus_here, parse_gpus
-    from acc_lm.planning.plan import Machine, make_plan
-    from acc_lm.planning.probe import Probe, vocabulary_of
-    from acc_lm.runtime import quiet_libraries
+    from acc_lm.runtime import has_accelerator, quiet_libraries
 
+    _check_options(known)
+    name, overrides = split_recipe(None, known.overrides)
+    recipe = find_recipe(name or "quickstart")
+    with stdout_on_stderr():
+        quiet_libraries()
+        config = load_config(recipe, overrides)
+    if known.measure and not has_accelerator():
+        return _rehearse(known, config, [str(recipe), *overrides])
+    return _plan(known, config, name or "quickstart", [str(recipe), *overrides])
+
+
+def _check_options(known: argparse.Namespace) -> None:
+    if known.measure and known.gpus not in (None, "here"):
+        raise ConfigError(
+            f"--gpus must be here with --measure, which launches on this machine, got {known.gpus}; leave it out"
+        )
+    if known.gpus is None and not known.measure:
+        raise ConfigError("--gpus must name the hardware, got none; write for example --gpus 8xH100, or --gpus here")
     for option in ("network", "machine_memory", "price"):
         value = getattr(known, option)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{option.replace('_', '-')} must be a positive number, got {value:g}; correct it")
-    recipe, overrides = split_recipe(None, known.overrides)
-    num_gpus, gpu = gpus_here() if known.gpus == "here" else parse_gpus(known.gpus)
+    if known.processes is not None and (not known.measure or known.processes < 1):
+        raise ConfigError(
+            f"--processes must be a positive number of CPU processes for --measure, got {known.processes}; leave it out"
+        )
+
+
+def _rehearse(known: argparse.Namespace, config: Config, words: list[str]) -> int:
+    """Compare the recipe as it stands with its dry run on CPU processes; return the exit code."""
+    from acc_lm.config.project import find_accelerate_config
+    from acc_lm.studies.measuring import compare_with_dry_run, rehearsed
+
+    file = find_accelerate_config(known.only or ("ddp" if (known.processes or 1) > 1 else "single_gpu"))
+    with stdout_on_stderr():
+        probe, candidate = rehearsed(config, file, known.processes)
+        _say_launch(candidate)
+        compared = compare_with_dry_run(config, words, file, probe, candidate, None)
+    return _print_measured(compared, candidate, known.json, {})
+
+
+def _say_launch(candidate: Candidate) -> None:
+    count, size = candidate.placement.num_processes, f"{candidate.micro_batch_size} x {candidate.accumulation}"
+    print(
+        f"measuring {candidate.placement.config} on {count} process(es), micro-batch {size}, checkpointing "
+        f"{candidate.checkpointing}, by train.py --dry-run ...",
+        file=sys.stderr,
+    )
+
+
+def _print_measured(compared: list[Compared], candidate: Candidate, as_json: bool, values: dict[str, Any]) -> int:
+    from acc_lm.studies.measuring import table
+
+    if as_json:
+        measured = {
+            each.name: {"unit": each.unit, "predicted": each.predicted, "measured": each.measured} for each in compared
+        }
+        print(json.dumps(values | {"measured": measured}, indent=1))
+    else:
+        for line in table(compared):
+            print(line)
+        if candidate.time is None:
+            print("no speed is predicted for a CPU, nor for models whose speed is not modelled")
+    return 0 if all(each.holds for each in compared) else 1
+
+
+def _plan(known: argparse.Namespace, config: Config, recipe: str, words: list[str]) -> int:
+    """Plan for GPUs, and measure the recommended candidate if that was asked for; return the exit code."""
+    from acc_lm.planning.hardware import gpus_here, parse_gpus
+    from acc_lm.planning.plan import Machine, make_plan
+    from acc_lm.planning.probe import Probe, vocabulary_of
+
+    num_gpus, gpu = gpus_here() if known.gpus in (None, "here") else parse_gpus(known.gpus)
     machine = Machine(gpu, num_gpus, known.network / 8 * 1e9, known.machine_memory * 1e9)
     with stdout_on_stderr():
-        quiet_libraries()
-        config = load_config(find_recipe(recipe or "quickstart"), overrides)
-        pinned = any(word.startswith("training.micro_batch_size=") for word in overrides)
+        pinned = any(word.startswith("training.micro_batch_size=") for word in words)
         probe = Probe(config, vocabulary_of(config))
         found = make_plan(config, probe, machine, config.training.micro_batch_size if pinned else None, known.only)
-    shown = found.candidates if known.all else found.best_of_each_config()
-    if known.json:
-        best = found.recommended
-        rows = [each.as_json() for each in shown]
-        print(json.dumps({"rows": rows, "recommended": best and best.as_json()}, indent=1))
-    else:
+    shown, best = found.candidates if known.all else found.best_of_each_config(), found.recommended
+    values = {"rows": [each.as_json() for each in shown], "recommended": best and best.as_json()}
+    if not known.json:
         _print_table(config, probe, machine, found, shown, known.price)
-        _print_recommendation(config, machine, found, recipe or "quickstart")
-    if found.recommended is None and not known.json:
+        _print_recommendation(config, machine, found, recipe)
+    if best is not None and known.measure:
+        return _measure_here(known, config, words, probe, best, machine, values)
+    if known.json:
+        print(json.dumps(values, indent=1))
+    elif best is None:
         for line in _ways_out(config, probe, machine, found, known.only):
             print(line)
-    return 0 if found.recommended else MachineError.exit_code
+    return 0 if best else MachineError.exit_code
+
+
+def _measure_here(
+    known: argparse.Namespace,
+    config: Config,
+    words: list[str],
+    probe: Probe,
+    best: Candidate,
+    machine: Machine,
+    values: dict[str, Any],
+) -> int:
+    """Compare the recommended candidate with its dry run on the GPUs of this machine; return the exit code."""
+    from acc_lm.config.project import find_accelerate_config
+    from acc_lm.studies.measuring import compare_with_dry_run
+
+    with stdout_on_stderr():
+        _say_launch(best)
+        file = find_accelerate_config(known.only or best.placement.config)
+        compared = compare_with_dry_run(config, words, file, probe, best, machine.gpu)
+    code = _print_measured(compared, best, known.json, values)
+    if best.time is not None and not known.json:
+        print("the speed is kept: later plans for this model and row length on this GPU start from it")
+    return code
 
 
 def _print_table(
     config: Config, probe: Probe, machine: Machine, found: RunPlan, shown: list[Candidate], price: float | None
 ) -> None:
+    from acc_lm.planning.calibration import calibration_file
+
     counts, length = probe.parameters, config.data.sequence_length
     rows, steps = config.training.global_batch_size, config.training.max_steps
     trained = "" if counts.trained == counts.total else f", {counts.trained / 1e6:,.1f} million of them trained"
     flops = f"; {found.shape.flops_per_token(length) / 1e9:,.2f} GFLOP a token" if found.shape else ""
     several = f", {machine.num_machines} machines" if machine.num_machines > 1 else ""
+    speed = "speed: a range that holds four of five published runs, not measured here"
+    if any(each.time is not None and each.time.calibrated for each in found.candidates):
+        speed = f"speed: from a step that was measured here, {calibration_file()}"
     print(f"model      {counts.total / 1e6:,.1f} million weights in {counts.num_blocks} blocks{trained}{flops}")
     print(f"step       {rows} rows of {length:,} = {rows * length:,} tokens" + (f"; {steps:,} steps" if steps else ""))
     print(f"hardware   {machine.num_gpus} x {machine.gpu.name}, {machine.gpu.memory_gib:g} GiB each{several}")
     print(
-        "certainty  memory: tensors within a few percent, allocator 8 to 20 % on top, CUDA 0.6 GiB, NCCL 1 GiB; "
-        + ("speed: a range that holds four of five published runs, not measured here" if found.shape else "")
+        f"certainty  memory: tensors within a few percent, allocator 8 to 20 % on top, CUDA 0.6 GiB, NCCL 1 GiB{'; ' * bool(found.shape)}{speed * bool(found.shape)}"
     )
     if found.shape is None:
         print("speed      not modelled for mixtures of experts, adapters and unusual blocks; measure it with --dry-run")

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import ConfigError
-from acc_lm.planning.hardware import GIB, Gpu
+from acc_lm.planning.calibration import known_ratio
+from acc_lm.planning.constants import FITTED
+from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
-from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
+from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, communication, step_time
 from acc_lm.runtime import NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
 
 if TYPE_CHECKING:
@@ -143,8 +145,8 @@ def make_plan(
             f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
             f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
         )
-    length = config.data.sequence_length
-    sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b * length <= MAX_POSITIONS)]
+    most = MAX_POSITIONS // config.data.sequence_length
+    sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b <= most)]
     if micro_batch_size is not None:
         sizes = [min(micro_batch_size, rows)]
         if rows % sizes[0]:
@@ -152,15 +154,18 @@ def make_plan(
                 f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; choose a divisor"
             )
     names = (only,) if only else configs_for(machine.num_gpus, machine.num_machines)
-    shape = shape_of(probe)
+    shape, length = shape_of(probe), config.data.sequence_length
     found = []
     for order, name in enumerate(names):
         placement = placement_of(find_accelerate_config(name), machine.num_gpus, machine.num_machines, config)
+        ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement)) if shape else None
         for checkpointing in SWITCH:
             for size in sizes:
                 for compiled in (False, True) if can_compile(placement) else (False,):
                     found.append(
-                        _candidate(config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled)
+                        _candidate(
+                            config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled, ratio
+                        )
                     )
     return RunPlan(found, _recommend(found, machine), shape)
 
@@ -176,6 +181,7 @@ def _candidate(
     rows: int,
     checkpointing: Checkpointing,
     compiled: bool,
+    ratio: float | None,
 ) -> Candidate:
     memory = memory_of(probe, placement, size, rows // size, checkpointing)
     fits = memory.verdict(machine.memory)
@@ -183,11 +189,20 @@ def _candidate(
         fits = "host"
     time = None
     if shape is not None:
-        dtype = COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
         again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
-        work = Work(config.data.sequence_length, size, rows // size, again, compiled, dtype)
-        time = step_time(shape, machine.gpu, _layout(placement), work, machine.network)
+        work = Work(config.data.sequence_length, size, rows // size, again, compiled, compute_dtype(config, placement))
+        time = step_time(shape, machine.gpu, _layout(placement), work, machine.network, ratio)
     return Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
+
+
+def compute_dtype(config: Config, placement: Placement) -> str:
+    """Dtype of the products, as `modeling.flops.peak_of` names it."""
+    return COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
+
+
+def bytes_sent(shape: Shape, placement: Placement, accumulation: int) -> float:
+    """Bytes that each process sends in a step, in rings; they do not depend on the hardware."""
+    return communication(shape, GPUS["H100"], _layout(placement), accumulation, 1.0, FITTED).bytes_sent
 
 
 def _layout(placement: Placement) -> Layout:

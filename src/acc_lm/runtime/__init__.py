@@ -62,6 +62,7 @@ from acc_lm.runtime.monitoring.live_bytes import LiveBytes
 from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.monitoring.peers import Peers
 from acc_lm.runtime.monitoring.shutdown import close, explain, forget, stop_watching
+from acc_lm.runtime.monitoring.step_cost import MEASURED_FILE, measure_step
 from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
@@ -74,6 +75,7 @@ __all__ = [
     "CONFIGS_BY_SIZE",
     "COUNT_TRAFFIC",
     "MAX_LIVE",
+    "MEASURED_FILE",
     "NOT_PLANNED",
     "WEIGHT",
     "Compute",
@@ -115,6 +117,7 @@ __all__ = [
     "keep_threads",
     "launch_words",
     "machine",
+    "measure_step",
     "memory_held",
     "on_main",
     "peak_memory_gb",
