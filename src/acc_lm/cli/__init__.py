@@ -13,9 +13,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, UserError, print_problems
+from acc_lm.files import written_aside
 from acc_lm.redaction import print_anything
 
 VERBS = {
@@ -52,7 +54,7 @@ VERBS = {
 USAGES = {
     "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",
     "data": "acc-lm data show|prepare [RECIPE] [--rows N] [--ids] [--html FILE] [--processes N] [section.key=value ...]",
-    "plan": "acc-lm plan [RECIPE] --gpus 8xH100 [--measure] [--config NAME] [--price X] [--network GBIT] [--machine-memory GB] [--all] [--json] [section.key=value ...]",
+    "plan": "acc-lm plan [RECIPE] --gpus 8xH100 [--measure] [--config NAME] [--price X] [--network GBIT] [--machine-memory GB] [--all] [--json] [--html FILE] [section.key=value ...]",
     "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
     "scaling": "acc-lm scaling [--config RECIPE] [--config_file FILE] [--processes 1,2,4] [--steps N] [--output FILE] [section.key=value ...]",
     "bench-comm": "acc-lm bench-comm [--config RECIPE] [--processes N] [--sizes SIZE,...] [--parts NAME,...] [--output FILE] [section.key=value ...]",
@@ -76,6 +78,23 @@ def stdout_on_stderr(is_wanted: bool = True) -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@contextmanager
+def replaced_file(file: Path) -> Iterator[Path]:
+    """Path for a file that replaces `file` at once, so that a browser never reads half a page.
+
+    Raises:
+        ConfigError: there can be no such file.
+        StorageError: the disk is full or cannot be written.
+    """
+    try:
+        with written_aside(file) as work:
+            yield work
+    except OSError as error:
+        raise ConfigError(
+            f"{file} must be a file that can be written, got: {error.strerror or error}; choose another"
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:

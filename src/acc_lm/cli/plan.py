@@ -6,9 +6,10 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from acc_lm.cli import split_recipe, stdout_on_stderr
+from acc_lm.cli import replaced_file, split_recipe, stdout_on_stderr
 from acc_lm.errors import ConfigError, MachineError
 from acc_lm.planning.hardware import GIB
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from acc_lm.planning.plan import Candidate, Machine, RunPlan
     from acc_lm.planning.probe import Probe
     from acc_lm.studies.measuring import Compared
-
-MORE = (2, 4, 8, 16, 32, 64)
-"""Multiples of the number of GPUs that are tried if nothing fits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--processes", type=int, metavar="N", help="with --measure on a CPU: number of processes")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write a page with a slider for the number of GPUs"
+    )
     parser.add_argument("overrides", nargs="*", metavar="RECIPE or section.key=value", help="recipe and its keys")
 
 
@@ -54,7 +55,7 @@ def run(known: argparse.Namespace) -> int:
         config = load_config(recipe, overrides)
     if known.measure and not has_accelerator():
         return _rehearse(known, config, [str(recipe), *overrides])
-    return _plan(known, config, name or "quickstart", [str(recipe), *overrides])
+    return _plan(known, config, name, str(recipe), overrides)
 
 
 def _check_options(known: argparse.Namespace) -> None:
@@ -112,29 +113,40 @@ def _print_measured(compared: list[Compared], candidate: Candidate, as_json: boo
     return 0 if all(each.holds for each in compared) else 1
 
 
-def _plan(known: argparse.Namespace, config: Config, recipe: str, words: list[str]) -> int:
+def _plan(known: argparse.Namespace, config: Config, recipe: str | None, file: str, overrides: list[str]) -> int:
     """Plan for GPUs, and measure the recommended candidate if that was asked for; return the exit code."""
+    from acc_lm.planning.advice import ways_out
     from acc_lm.planning.hardware import gpus_here, parse_gpus
-    from acc_lm.planning.plan import Machine, make_plan
+    from acc_lm.planning.plan import Machine, command_line, make_plan
+    from acc_lm.planning.plan_page import Planned, page_of_plan
     from acc_lm.planning.probe import Probe, vocabulary_of
 
     num_gpus, gpu = gpus_here() if known.gpus in (None, "here") else parse_gpus(known.gpus)
     machine = Machine(gpu, num_gpus, known.network / 8 * 1e9, known.machine_memory * 1e9)
     with stdout_on_stderr():
-        pinned = any(word.startswith("training.micro_batch_size=") for word in words)
+        pinned = any(word.startswith("training.micro_batch_size=") for word in overrides)
         probe = Probe(config, vocabulary_of(config))
-        found = make_plan(config, probe, machine, config.training.micro_batch_size if pinned else None, known.only)
+        micro_batch_size = config.training.micro_batch_size if pinned else None
+        found = make_plan(config, probe, machine, micro_batch_size, known.only)
+        if known.html is not None:
+            planned = Planned(
+                path_of(recipe), overrides, config, probe, machine, micro_batch_size, known.only, known.price
+            )
+            with replaced_file(known.html) as work:
+                work.write_text(page_of_plan(planned, found), encoding="utf-8")
     shown, best = found.candidates if known.all else found.best_of_each_config(), found.recommended
     values = {"rows": [each.as_json() for each in shown], "recommended": best and best.as_json()}
     if not known.json:
         _print_table(config, probe, machine, found, shown, known.price)
-        _print_recommendation(config, machine, found, recipe)
+        _print_recommendation(machine, found, command_line(best, path_of(recipe), overrides) if best else "")
+        if known.html is not None:
+            print(f"page: {known.html}")
     if best is not None and known.measure:
-        return _measure_here(known, config, words, probe, best, machine, values)
+        return _measure_here(known, config, [file, *overrides], probe, best, machine, values)
     if known.json:
         print(json.dumps(values, indent=1))
     elif best is None:
-        for line in _ways_out(config, probe, machine, found, known.only):
+        for line in ways_out(config, probe, machine, found, known.only):
             print(line)
     return 0 if best else MachineError.exit_code
 
@@ -224,8 +236,15 @@ def _line(each: Candidate, config: Config, machine: Machine, is_recommended: boo
     return f"{text} {', '.join(notes)}".rstrip()
 
 
-def _print_recommendation(config: Config, machine: Machine, found: RunPlan, recipe: str) -> None:
-    from acc_lm.planning.plan import AS_FAST, ROOM, command_line
+def path_of(recipe: str | None) -> str:
+    """Path of a recipe as one would type it in the project's folder."""
+    name = recipe or "quickstart"
+    return name if "/" in name or "." in name else f"recipes/{name}.yaml"
+
+
+def _print_recommendation(machine: Machine, found: RunPlan, command: str) -> None:
+    from acc_lm.planning.advice import shares_of, why_not
+    from acc_lm.planning.plan import AS_FAST
 
     best = found.recommended
     if best is None:
@@ -240,77 +259,12 @@ def _print_recommendation(config: Config, machine: Machine, found: RunPlan, reci
     )
     if best.time is not None:
         time = best.time
-        shares = {
-            "products": time.products,
-            "attention": time.attention,
-            "memory traffic": time.traffic,
-            "communication": time.communication,
-            "update": time.update,
-            "offload": time.offload,
-        }
-        text = ", ".join(
-            f"{name} {100 * value / time.total:.0f} %" for name, value in shares.items() if value > 0.005 * time.total
-        )
+        text = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares_of(time).items())
         print(f"  step     {text} of {time.seconds.low:.2f} to {time.seconds.high:.2f} s")
         if time.extrapolated:
             print(f"  unsure   {time.extrapolated}")
     others = [each for each in found.best_of_each_config() if each is not best]
     for each in sorted(others, key=lambda each: -each.tokens_per_second)[:2]:
-        print(f"  not {each.placement.config}: {_why_not(each, best, machine, ROOM)}")
-    print(f"\n  {command_line(best, f'recipes/{recipe}.yaml' if '/' not in recipe and '.' not in recipe else recipe)}")
+        print(f"  not {each.placement.config}: {why_not(each, best, machine)}")
+    print(f"\n  {command}")
     print("  the same with --dry-run first runs every stage once")
-
-
-def _why_not(each: Candidate, best: Candidate, machine: Machine, room: float) -> str:
-    if each.fits == "no":
-        return f"does not fit, {each.memory.low / GIB:.0f} GiB at least"
-    if each.fits == "host":
-        return f"needs {each.memory.host / 1e9:,.0f} GB of the machine's memory"
-    if not best.tokens_per_second:
-        return "less simple"
-    gain = 100 * (each.tokens_per_second / best.tokens_per_second - 1)
-    if each.fits == "tight" and best.fits == "yes":
-        return f"{gain:+.0f} %, and it only just fits"
-    if gain < -5:
-        return f"{-gain:.0f} % slower"
-    if each.memory.middle > room * machine.memory:
-        return f"{gain:+.0f} %, within the error, with little room"
-    return f"{gain:+.0f} %, within the error, and less simple"
-
-
-def _ways_out(config: Config, probe: Probe, machine: Machine, found: RunPlan, only: str | None) -> list[str]:
-    """Smallest changes with which something fits."""
-    from dataclasses import replace
-
-    from acc_lm.errors import UserError
-    from acc_lm.planning.plan import make_plan
-
-    lines = ["nothing fits"]
-    on_host = [each for each in found.candidates if each.fits == "host"]
-    if on_host:
-        least = min(on_host, key=lambda each: each.memory.host)
-        lines.append(
-            f"  {least.placement.config} fits with {least.memory.host / 1e9:,.0f} GB of memory in each machine"
-        )
-    else:
-        least = min(found.candidates, key=lambda each: each.memory.low)
-        needed = f"{least.memory.low / GIB:.0f} GiB of {machine.gpu.memory_gib:g}"
-        lines[0] += f": {least.placement.config} with checkpointing {least.checkpointing} needs {needed} at least"
-    for times in MORE:
-        larger = replace(machine, num_gpus=machine.num_gpus * times)
-        try:
-            better = make_plan(config, probe, larger, 1, only).recommended
-        except UserError:
-            continue
-        if better is not None:
-            lines.append(
-                f"  {larger.num_gpus} x {machine.gpu.name} fit: {better.placement.config}, micro-batch 1, checkpointing {better.checkpointing}"
-            )
-            break
-    if config.adapter.kind == "none" and config.model.name_or_path:
-        lines.append("  adapter.kind=lora trains a thousandth of the weights")
-    if (config.training.mixed_precision or "no") == "no":
-        lines.append(f"  training.mixed_precision={machine.gpu.precision} halves the activations")
-    if config.data.sequence_length > 1024:
-        lines.append("  a shorter data.sequence_length needs less for activations")
-    return lines

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from acc_lm.cli import replaced_file
 from acc_lm.errors import ConfigError
-from acc_lm.files import written_aside
 
 if TYPE_CHECKING:
     from acc_lm.reporting.run_record import RunRecord
@@ -142,25 +140,8 @@ def _page_of(known: argparse.Namespace) -> Path:
 
 
 def _write_text(file: Path, text: str) -> None:
-    with _written(file) as work:
+    with replaced_file(file) as work:
         work.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _written(file: Path) -> Iterator[Path]:
-    """Path for a file that replaces `file` at once, so that a browser never reads half a page.
-
-    Raises:
-        ConfigError: there can be no such file.
-        StorageError: the disk is full or cannot be written.
-    """
-    try:
-        with written_aside(file) as work:
-            yield work
-    except OSError as error:
-        raise ConfigError(
-            f"{file} must be a file that can be written, got: {error.strerror or error}; choose another"
-        ) from None
 
 
 def _draw(records: list[RunRecord], known: argparse.Namespace, file: Path) -> None:
@@ -171,5 +152,5 @@ def _draw(records: list[RunRecord], known: argparse.Namespace, file: Path) -> No
 
     runs = drawn_as(records)
     title = printable(redact(", ".join(one.name for one in runs)))
-    with _written(file) as work:
+    with replaced_file(file) as work:
         draw_charts(charts_of(runs, known.by), marks_of(runs, known.by), title, work, AXES[known.by])

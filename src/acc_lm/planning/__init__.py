@@ -3,6 +3,8 @@
 probe        bytes of a micro-batch, measured on the recipe's own model without its data
 memory       memory of a process, from the probe and the placement of its launch
 plan         every config x micro-batch x checkpointing, what fits, and the one to take
+advice       reasons for and against candidates, and ways out if nothing fits
+plan_page    a plan as one page, with a slider for the number of GPUs
 here         test of a launch against the memory of this machine
 hardware     facts about GPUs, and reading `8xH100`
 speed        seconds of a step by part, and bytes that it sends

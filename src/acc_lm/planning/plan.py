@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -266,10 +268,17 @@ def _recommend(candidates: list[Candidate], machine: Machine) -> Candidate | Non
     return _simplest_of_fastest(candidates, machine.memory)
 
 
-def command_line(candidate: Candidate, recipe: str) -> str:
-    """Command line that runs the candidate."""
+def command_line(candidate: Candidate, recipe: str, overrides: Sequence[str] = ()) -> str:
+    """Command line that runs the candidate, with the keys that the plan was made for."""
     words = ["accelerate launch", f"--config_file accelerate_configs/{candidate.placement.config}.yaml"]
-    words += [*launch_words(candidate.placement, compiled=candidate.compiled), "train.py", "--config", recipe]
+    words += [
+        *launch_words(candidate.placement, compiled=candidate.compiled),
+        "train.py",
+        "--config",
+        shlex.quote(recipe),
+    ]
+    chosen = ("training.micro_batch_size=", "model.gradient_checkpointing=")
+    words += [shlex.quote(word) for word in overrides if not word.startswith(chosen)]
     words.append(f"training.micro_batch_size={candidate.micro_batch_size}")
     switch = SWITCH[candidate.checkpointing]
     words.append(f"model.gradient_checkpointing={switch if isinstance(switch, str) else str(switch).lower()}")

@@ -8,6 +8,7 @@ report_parts     parts of a report: paragraphs, tables, bars, figures
 report_sections  content of a report about one run
 report_proof     ledger, resumes, and checks computed from the files
 report_html      report -> one page
+html_page        frame of a page: style, policy, escaped text
 report_markdown  report -> Markdown
 chart_svg        chart -> inline SVG
 tracking         Weights & Biases, TensorBoard and others: every step exactly once, in order

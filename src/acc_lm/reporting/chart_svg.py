@@ -22,9 +22,13 @@ DASHES = ("7 4", "7 3 2 3", "2 3")
 def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
     """SVG element of one chart; its attributes let a script find the values under the pointer."""
     x_range, y_range = _ranges(chart, marks)
-    to_x = _scale(*x_range, LEFT, CHART_WIDTH - RIGHT)
+    left, right = (math.log2(end) for end in x_range) if chart.doubles_x else x_range
+    to_place = _scale(left, right, LEFT, CHART_WIDTH - RIGHT)
     low, high = (math.log10(end) for end in y_range) if chart.is_log else y_range
     to_height = _scale(low, high, CHART_HEIGHT - BOTTOM, TOP)
+
+    def to_x(values: Floats) -> Floats:
+        return to_place(np.log2(values) if chart.doubles_x else values)
 
     def to_y(values: Floats) -> Floats:
         if chart.is_log:
@@ -44,7 +48,7 @@ def as_svg(chart: Chart, marks: Sequence[Mark], title: str) -> str:
         x, y = to_x(np.array([chart.star.x]))[0], to_y(np.array([chart.star.y]))[0]
         parts.append(f"<text class=star x={x:.1f} y={y + 6:.1f}>★</text>")
     parts += _marks(marks, to_x)
-    scale = f"{x_range[0]!r} {x_range[1]!r} {low!r} {high!r} {int(chart.is_log)}"
+    scale = f"{left!r} {right!r} {low!r} {high!r} {int(chart.is_log)} {int(chart.doubles_x)}"
     return (
         f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role=img aria-label="{html.escape(title)}" data-scale="{scale}">'
         f"{''.join(parts)}</svg>"
@@ -58,14 +62,16 @@ def _scale(low: float, high: float, first: float, last: float) -> Callable[[Floa
 def _ranges(chart: Chart, marks: Sequence[Mark]) -> tuple[tuple[float, float], tuple[float, float]]:
     """Lowest and highest x and y, never equal."""
     xs = np.concatenate([*(line.xs for line in chart.lines), [mark.x for mark in marks]])
+    first, last = float(xs.min()), float(xs.max())
+    x_range = (first, max(last, 2 * first)) if chart.doubles_x else _apart(min(0.0, first), last)
     ys = np.concatenate([*(line.ys for line in chart.lines), [level.value for level in chart.levels]])
     if chart.is_log:
         ys = ys[ys > 0]
         low, high = float(ys.min()), float(ys.max())
-        return _apart(min(0.0, float(xs.min())), float(xs.max())), (low / 1.1, high * 1.1)
+        return x_range, (low / 1.1, high * 1.1)
     low, high = float(ys.min()), float(ys.max())
     low = min(0.0, low) if chart.begins_at_zero else low - 0.05 * (high - low)
-    return _apart(min(0.0, float(xs.min())), float(xs.max())), _apart(low, high + 0.05 * (high - low))
+    return x_range, _apart(low, high + 0.05 * (high - low))
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
@@ -84,7 +90,8 @@ def _path(line: Line, to_x: Callable[[Floats], Floats], to_y: Callable[[Floats],
         area = f"{xs[0]:.1f},{CHART_HEIGHT - BOTTOM} {points} {xs[-1]:.1f},{CHART_HEIGHT - BOTTOM}"
         return f'<polygon points="{area}" fill="{color}" data-name="{name}"/>'
     kind = "faint" if line.is_faint else "line"
-    drawn = f'<polyline class={kind} points="{points}" stroke="{color}" data-name="{name}"/>'
+    dashes = f' stroke-dasharray="{DASHES[0]}"' * line.is_dashed
+    drawn = f'<polyline class={kind} points="{points}" stroke="{color}"{dashes} data-name="{name}"/>'
     if line.has_points:
         drawn += "".join(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in zip(xs, ys, strict=True)
@@ -123,7 +130,7 @@ def _grid(
         y = to_y(np.array([value]))[0]
         parts.append(f"<line class=grid x1={LEFT} x2={CHART_WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} />")
         parts.append(f"<text x={LEFT - 5} y={y + 4:.1f} text-anchor=end>{short(value)}</text>")
-    for value in ticks(*x_range, 5):
+    for value in doublings(*x_range) if chart.doubles_x else ticks(*x_range, 5):
         x = to_x(np.array([value]))[0]
         anchor = "end" if x > CHART_WIDTH - 20 else "middle"
         parts.append(f"<text x={x:.1f} y={CHART_HEIGHT - 8} text-anchor={anchor}>{short(value)}</text>")
@@ -145,6 +152,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first + 1) / 6))
     return [10.0**power for power in range(first, last + 1, every)]
+
+
+def doublings(low: float, high: float) -> list[float]:
+    """Powers of two from `low` to `high`, at most about seven."""
+    first, last = math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9)
+    every = max(1, math.ceil((last - first + 1) / 7))
+    return [2.0**power for power in range(first, last + 1, every)]
 
 
 def short(value: float) -> str:

@@ -40,6 +40,7 @@ class Line:
     has_points: bool = False
     is_area: bool = False
     """The area under this line is filled, for parts that add up."""
+    is_dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Chart:
     star: Star | None = None
     is_log: bool = False
     begins_at_zero: bool = False
+    doubles_x: bool = False
+    """True: doubling is the same distance everywhere on the x axis."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ def _draw(axes: Any, chart: Chart) -> None:
         axes.plot(chart.star.x, chart.star.y, "*", color=PALETTE[2], markersize=14, label=chart.star.label)
     if chart.is_log:
         axes.set_yscale("log")
+    if chart.doubles_x:
+        axes.set_xscale("log", base=2)
     if chart.begins_at_zero:
         axes.set_ylim(bottom=0)
     axes.set_title(chart.title, y=1.0)  # finding an automatic height takes as long as all other drawing
@@ -96,4 +98,5 @@ def _draw_line(axes: Any, line: Line) -> None:
     alpha, marker = (0.3 if line.is_faint else 1), "." if line.has_points else None
     label = printable(redact(line.label))
     label = f" {label}" if label.startswith("_") else label  # matplotlib hides such labels
-    axes.plot(line.xs, line.ys, color=PALETTE[line.color % len(PALETTE)], alpha=alpha, marker=marker, label=label)
+    color, style = PALETTE[line.color % len(PALETTE)], "--" if line.is_dashed else "-"
+    axes.plot(line.xs, line.ys, color=color, alpha=alpha, marker=marker, linestyle=style, label=label)
