@@ -135,7 +135,10 @@ def _plan(known: argparse.Namespace, config: Config, recipe: str | None, file: s
             with replaced_file(known.html) as work:
                 work.write_text(page_of_plan(planned, found), encoding="utf-8")
     shown, best = found.candidates if known.all else found.best_of_each_config(), found.recommended
-    values = {"rows": [each.as_json() for each in shown], "recommended": best and best.as_json()}
+    values = {
+        "rows": [each.as_json(found.num_tokens, gpu) for each in shown],
+        "recommended": best and best.as_json(found.num_tokens, gpu),
+    }
     if not known.json:
         _print_table(config, probe, machine, found, shown, known.price)
         _print_recommendation(machine, found, command_line(best, path_of(recipe), overrides) if best else "")
@@ -202,17 +205,15 @@ def _print_table(
         f"{'1,000 tokens/s':>15} {'MFU':>5} {'network':>9} {'hours':>11}{money}"
     )
     for each in shown:
-        print(_line(each, config, machine, each is found.recommended, price))
+        print(_line(each, found, machine, price))
     print()
 
 
-def _line(each: Candidate, config: Config, machine: Machine, is_recommended: bool, price: float | None) -> str:
+def _line(each: Candidate, found: RunPlan, machine: Machine, price: float | None) -> str:
     memory = each.memory
     size = f"{each.micro_batch_size} x {each.accumulation}"
     compiled = "yes" if each.compiled else "no"
-    text = (
-        f"{'*' if is_recommended else ' '} {each.placement.config:27}{size:>14} {each.checkpointing:>13} {compiled:>7} "
-    )
+    text = f"{'*' if each is found.recommended else ' '} {each.placement.config:27}{size:>14} {each.checkpointing:>13} {compiled:>7} "
     text += f"{memory.low / GIB:4.0f}-{memory.high / GIB:<5.0f} "
     if each.fits == "host":
         return f"{text} needs {memory.host / 1e9:,.0f} GB of the machine's memory"
@@ -226,12 +227,10 @@ def _line(each: Candidate, config: Config, machine: Machine, is_recommended: boo
     n, speed = each.placement.num_processes, each.time.tokens_per_second
     text += f"{n * speed.low / 1e3:6,.0f}-{n * speed.high / 1e3:<8,.0f} {100 * each.time.utilization:3.0f} % "
     text += f"{each.time.network_bytes / 1e9:6,.1f} GB " if machine.num_machines > 1 else f"{'-':>9} "
-    if config.training.max_steps:
-        tokens = config.training.max_steps * config.training.global_batch_size * config.data.sequence_length
-        hours = [tokens / (n * value) / 3600 for value in (speed.high, speed.low)]
-        text += f"{hours[0]:5,.1f}-{hours[1]:<6,.1f}"
+    if hours := each.hours_for(found.num_tokens):
+        text += f"{hours.low:5,.1f}-{hours.high:<6,.1f}"
         if price is not None:
-            text += f"{hours[0] * n * price:,.0f}-{hours[1] * n * price:,.0f}"
+            text += f"{hours.low * n * price:,.0f}-{hours.high * n * price:,.0f}"
     notes = ["tight"] * (each.fits == "tight") + ["extrapolated"] * bool(each.time.extrapolated)
     return f"{text} {', '.join(notes)}".rstrip()
 
@@ -261,6 +260,8 @@ def _print_recommendation(machine: Machine, found: RunPlan, command: str) -> Non
         time = best.time
         text = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares_of(time).items())
         print(f"  step     {text} of {time.seconds.low:.2f} to {time.seconds.high:.2f} s")
+        if energy := best.most_energy(found.num_tokens, machine.gpu):
+            print(f"  energy   {energy:,.3g} kWh at most, each GPU at its limit of {machine.gpu.watts} W")
         if time.extrapolated:
             print(f"  unsure   {time.extrapolated}")
     others = [each for each in found.best_of_each_config() if each is not best]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import find_accelerate_config
@@ -15,7 +15,7 @@ from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
-from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, communication, step_time
+from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Work, communication, step_time
 from acc_lm.runtime import NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
 
 if TYPE_CHECKING:
@@ -68,6 +68,13 @@ class Candidate:
     time: StepTime | None
     """Predicted step; None for models whose speed is not modelled."""
 
+    def hours_for(self, num_tokens: int | None) -> Range | None:
+        """Duration of a run of this many tokens; None where either speed or tokens are not known."""
+        if self.time is None or not num_tokens:
+            return None
+        n, speed = self.placement.num_processes, self.time.tokens_per_second
+        return Range(*(num_tokens / (n * value) / 3600 for value in (speed.high, speed.middle, speed.low)))
+
     @property
     def tokens_per_second(self) -> float:
         """Most likely speed of all GPUs together; 0 if it is not known."""
@@ -77,10 +84,15 @@ class Candidate:
     def runs(self) -> bool:
         return self.fits in ("yes", "tight")
 
-    def as_json(self) -> dict[str, Any]:
+    def most_energy(self, num_tokens: int | None, gpu: Gpu) -> float | None:
+        """Energy of such a run in kWh: all GPUs at their power limit for the longest duration, and nothing else of a machine."""
+        hours = self.hours_for(num_tokens)
+        return None if hours is None else hours.high * self.placement.num_processes * gpu.watts / 1000
+
+    def as_json(self, num_tokens: int | None, gpu: Gpu) -> dict[str, Any]:
         """The candidate as `acc-lm plan --json` prints it."""
         speed = self.time.tokens_per_second if self.time else None
-        n, memory = self.placement.num_processes, self.memory
+        n, memory, hours = self.placement.num_processes, self.memory, self.hours_for(num_tokens)
         return {
             "config": self.placement.config,
             "micro_batch_size": self.micro_batch_size,
@@ -96,6 +108,8 @@ class Candidate:
             "mfu": self.time.utilization if self.time else None,
             "sent_gb_per_step": self.time.bytes_sent / 1e9 if self.time else None,
             "network_gb_per_step": self.time.network_bytes / 1e9 if self.time else None,
+            "hours": hours and asdict(hours),
+            "most_kwh": self.most_energy(num_tokens, gpu),
             "extrapolated": self.time.extrapolated if self.time else "",
         }
 
@@ -108,6 +122,8 @@ class RunPlan:
     recommended: Candidate | None
     shape: Shape | None
     """Sizes that the speed was computed with; None for models whose speed is not modelled."""
+    num_tokens: int | None
+    """Tokens of the run; None: it ends by epochs, whose tokens are not known before."""
 
     def best_of_each_config(self) -> list[Candidate]:
         """One candidate of each config: the recommended one, else the simplest of the fastest, else the smallest."""
@@ -169,7 +185,9 @@ def make_plan(
                             config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled, ratio
                         )
                     )
-    return RunPlan(found, _recommend(found, machine), shape)
+    steps = config.training.max_steps
+    tokens = steps and steps * config.training.global_batch_size * length
+    return RunPlan(found, _recommend(found, machine), shape, tokens)
 
 
 def _candidate(
