@@ -228,7 +228,9 @@ def _line(each: Candidate, found: RunPlan, machine: Machine, price: float | None
     text += f"{n * speed.low / 1e3:6,.0f}-{n * speed.high / 1e3:<8,.0f} {100 * each.time.utilization:3.0f} % "
     text += f"{each.time.network_bytes / 1e9:6,.1f} GB " if machine.num_machines > 1 else f"{'-':>9} "
     if hours := each.hours_for(found.num_tokens):
-        text += f"{hours.low:5,.1f}-{hours.high:<6,.1f}"
+        text += "{:>5}-{:<6}".format(
+            *(f"{each:,.1f}" if each >= 1 else f"{each:.1g}" for each in (hours.low, hours.high))
+        )
         if price is not None:
             text += f"{hours.low * n * price:,.0f}-{hours.high * n * price:,.0f}"
     notes = ["tight"] * (each.fits == "tight") + ["extrapolated"] * bool(each.time.extrapolated)
@@ -252,16 +254,17 @@ def _print_recommendation(machine: Machine, found: RunPlan, command: str) -> Non
     print(
         f"take {best.placement.config}: the simplest of those within {100 * (1 - AS_FAST):.0f} % of the fastest that fits"
     )
-    parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size > 0.05 * GIB)
+    unit, scale = ("GiB", GIB) if memory.tensors >= GIB else ("MiB", 2**20)
+    parts = " + ".join(f"{name} {size / scale:,.1f}" for name, size in memory.parts.items() if size > 0.05 * scale)
     print(
-        f"  memory   {parts} = {memory.tensors / GIB:.1f} GiB of tensors, {memory.low / GIB:.0f} to {memory.high / GIB:.0f} in all"
+        f"  memory   {parts} = {memory.tensors / scale:,.1f} {unit} of tensors, {memory.low / GIB:.0f} to {memory.high / GIB:.0f} GiB in all"
     )
     if best.time is not None:
         time = best.time
         text = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares_of(time).items())
-        print(f"  step     {text} of {time.seconds.low:.2f} to {time.seconds.high:.2f} s")
+        print(f"  step     {text} of {time.seconds.low:.3g} to {time.seconds.high:.3g} s")
         if energy := best.most_energy(found.num_tokens, machine.gpu):
-            print(f"  energy   {energy:,.3g} kWh at most, each GPU at its limit of {machine.gpu.watts} W")
+            print(f"  energy   {energy:,.2g} kWh at most, each GPU at its limit of {machine.gpu.watts} W")
         if time.extrapolated:
             print(f"  unsure   {time.extrapolated}")
     others = [each for each in found.best_of_each_config() if each is not best]
