@@ -250,3 +250,17 @@ def test_models_whose_shapes_need_their_tokens_are_refused_by_name() -> None:
     config = config_of(EXPERTS, "no")
     with pytest.raises(ConfigError, match=r"got mixtral: .*; measure it with --dry-run"):
         Probe(config, 0).phases(1, "no", compute="own")
+
+
+def test_a_tensor_counts_from_before_the_first_operation_that_reads_it() -> None:
+    old, live = torch.zeros(1000), LiveBytes(unit=1)
+    with live.counting():
+        new = torch.zeros(9000)
+        assert live.most == 36000
+        del new
+        old.add_(1)  # was there all the time, next to the new one
+    assert (live.now, live.most) == (4000, 40000)
+    again = LiveBytes(unit=1)
+    again.add_existing()
+    assert again.now >= 4000
+    del old
