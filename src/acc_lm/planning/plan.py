@@ -106,6 +106,8 @@ class RunPlan:
     recommended: Candidate | None
     shape: Shape | None
     """Sizes that the speed was computed with; None for models whose speed is not modelled."""
+    micro_batch_size: int
+    """That of the recipe, which decides where speed is not modelled."""
 
     def best_of_each_config(self) -> list[Candidate]:
         """One candidate of each config: the recommended one, else the simplest of the fastest, else the smallest."""
@@ -115,7 +117,9 @@ class RunPlan:
     def _best(self, candidates: list[Candidate]) -> Candidate:
         if self.recommended in candidates and self.recommended is not None:
             return self.recommended
-        return _simplest_of_fastest(candidates) or min(candidates, key=lambda each: each.memory.tensors)
+        return _simplest_of_fastest(candidates, self.micro_batch_size) or min(
+            candidates, key=lambda each: each.memory.tensors
+        )
 
 
 def make_plan(
@@ -164,7 +168,8 @@ def make_plan(
                     found.append(
                         _candidate(config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled)
                     )
-    return RunPlan(found, _recommend(found, machine), shape)
+    wanted = config.training.micro_batch_size
+    return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, wanted)
 
 
 def _candidate(
@@ -220,8 +225,12 @@ def shape_of(probe: Probe) -> Shape | None:
     return Shape(**sizes)
 
 
-def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) -> Candidate | None:
-    """The simplest of the candidates that run about as fast as the fastest; None if none fits."""
+def _simplest_of_fastest(candidates: list[Candidate], wanted: int, memory: float = math.inf) -> Candidate | None:
+    """The simplest of the candidates that run about as fast as the fastest; None if none fits.
+
+    Args:
+        wanted: micro-batch to approach where speed is not modelled; compilation is then left out.
+    """
     running = [each for each in candidates if each.fits == "yes"] or [each for each in candidates if each.runs]
     if not running:
         return None
@@ -234,7 +243,7 @@ def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) 
             each.memory.middle > ROOM * memory,
             each.order,
             names.index(each.checkpointing),
-            -each.compiled,
+            -each.compiled if fastest else each.compiled,
             -each.tokens_per_second,
         ),
     )
@@ -243,14 +252,13 @@ def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) 
         for each in near
         if (each.order, each.checkpointing, each.compiled) == (first.order, first.checkpointing, first.compiled)
     ]
+    if not fastest:
+        roomy = [each for each in same if each.memory.middle <= ROOM * memory] or same
+        return min(roomy, key=lambda each: (each.micro_batch_size > wanted, abs(each.micro_batch_size - wanted)))
     best = max(each.tokens_per_second for each in same)
     return min(
         (each for each in same if each.tokens_per_second >= 0.985 * best), key=lambda each: each.micro_batch_size
     )
-
-
-def _recommend(candidates: list[Candidate], machine: Machine) -> Candidate | None:
-    return _simplest_of_fastest(candidates, machine.memory)
 
 
 def command_line(candidate: Candidate, recipe: str, overrides: Sequence[str] = ()) -> str:
