@@ -190,14 +190,21 @@ def _candidate(
         fits = "host"
     time = None
     if shape is not None:
-        dtype = COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
-        again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
-        work = Work(config.data.sequence_length, size, rows // size, again, compiled, dtype)
-        time = step_time(shape, machine.gpu, _layout(placement), work, machine.network)
+        work = work_of(config, placement, size, rows // size, checkpointing, compiled=compiled)
+        time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network)
     return Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
 
 
-def _layout(placement: Placement) -> Layout:
+def work_of(
+    config: Config, placement: Placement, size: int, accumulation: int, checkpointing: Checkpointing, *, compiled: bool
+) -> Work:
+    """Step of one process as the speed model takes it."""
+    dtype = COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
+    again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
+    return Work(config.data.sequence_length, size, accumulation, again, compiled, dtype)
+
+
+def layout_of(placement: Placement) -> Layout:
     """The placement as the speed model takes it."""
     n = placement.shards
     is_sharded = placement.shards_weights
