@@ -79,6 +79,8 @@ def test_a_cpu_is_not_warned_of(gpus: Any, capsys: pytest.CaptureFixture[str]) -
         ("NVIDIA H100 NVL", 93.1, "H100"),
         ("NVIDIA L40", 44.5, None),
         ("NVIDIA GeForce RTX 4060", 7.6, None),
+        ("NVIDIA GeForce RTX 3060 Ti", 7.8, None),
+        ("NVIDIA GeForce RTX 3090 Ti", 23.6, None),
         ("AMD Instinct MI300X", 191.0, None),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,38 +13,22 @@ from processes import ROOT
 
 from acc_lm.cli import main
 from acc_lm.config import Config
-from acc_lm.planning.hardware import GIB
+from acc_lm.planning.hardware import GIB, parse_gpus
 from acc_lm.planning.probe import Probe
 from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED
-
-
-def llama(folder: Path, name: str, hidden: int, inner: int, layers: int, heads: int, **training: Any) -> Path:
-    model = {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256,
-        "tie_word_embeddings": layers == 16, "max_position_embeddings": 8192,
-    }  # fmt: skip
-    length = training.pop("sequence_length", 8192)
-    recipe = {
-        "output_dir": "runs/x", "model": {"config": model}, "tokenizer": {"kind": "byte"},
-        "data": {"sequence_length": length},
-        "training": {"max_steps": 1000, "mixed_precision": "bf16", "micro_batch_size": 1, **training},
-    }  # fmt: skip
-    file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(recipe))
-    return file
+from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    folder = tmp_path_factory.mktemp("recipes")
-    gpt2 = [str(ROOT / "recipes/pretrain_gpt2-124m_fineweb-edu.yaml"), "model.config.vocab_size=50257"]
-    return {
-        "124M": [*gpt2, "training.mixed_precision=bf16"],
-        "1B": [str(llama(folder, "1b", 2048, 8192, 16, 32, global_batch_size=256, sequence_length=2048))],
-        "8B": [str(llama(folder, "8b", 4096, 14336, 32, 32, global_batch_size=128))],
-        "70B": [str(llama(folder, "70b", 8192, 28672, 80, 64, global_batch_size=256))],
-    }
+    """Arguments of the recipes of benchmarks.choices from scratch, by model."""
+    folder, found = tmp_path_factory.mktemp("recipes"), {}
+    for model, given in MODELS.items():
+        if isinstance(given, dict):
+            file = folder / f"{model}.yaml"
+            file.write_text(json.dumps(given))
+            found[model] = [str(file)]
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -74,36 +57,54 @@ def test_every_config_is_planned_or_says_why_not() -> None:
     assert names == {name for group in CONFIGS_BY_SIZE.values() for name in group} | set(NOT_PLANNED)
 
 
-EXPERT = {
-    ("124M", "H100"): ("single_gpu", "no"),
-    ("124M", "8xH100"): ("ddp", "no"),
-    ("1B", "H100"): ("single_gpu", "no"),
-    ("1B", "8xH100"): ("ddp", "no"),
-    ("1B", "64xH100"): ("multi_node_hsdp", "no"),
-    ("8B", "H100"): ("deepspeed_zero2_offload", "full"),
-    ("8B", "8xH100"): ("fsdp2", "selective"),
-    ("8B", "64xH100"): ("multi_node_hsdp", "selective"),
-    ("70B", "H100"): None,
-    ("70B", "8xH100"): None,
-    ("70B", "64xH100"): ("fsdp2", "full"),
-}
+QUICK = [case for case in CASES if case.model in ("quickstart", "8B", "70B")]
+"""Cases of models that other tests here measure, too, and of a small one."""
 
 
-@pytest.mark.parametrize(("model", "gpus"), EXPERT)
-def test_the_recommendation_is_an_experts(
-    model: str, gpus: str, recipes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, found = planned([*recipes[model], "--gpus", gpus], capsys)
-    best, expected = found["recommended"], EXPERT[model, gpus]
-    assert code == (0 if expected else 4)
-    assert (best and (best["config"], best["gradient_checkpointing"])) == expected
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.model}-{case.gpus}")
+def test_the_recommendation_is_an_experts(case: Case) -> None:
+    is_as_in_the_table(case)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in QUICK], ids=lambda case: f"{case.model}-{case.gpus}"
+)
+def test_the_recommendation_for_other_models_is_an_experts(case: Case) -> None:
+    is_as_in_the_table(case)
+
+
+def is_as_in_the_table(case: Case) -> None:
+    """An expert's choice, or another one where the table of docs/planning.md says so."""
+    plan = plan_for(case.model, case.gpus)
+    assert choice_of(plan) == case.planned
+    if plan.recommended is not None and plan.recommended.fits == "yes":
+        assert plan.recommended.memory.high <= parse_gpus(case.gpus)[1].memory_gib * GIB
+
+
+@pytest.mark.parametrize("gpus", ["8xH100", "64xH100"])
+def test_the_json_has_ranges(gpus: str, recipes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned([*recipes["8B"], "--gpus", gpus], capsys)
+    assert code == 0
+    assert found["recommended"] in found["rows"]
     for row in found["rows"]:
         memory, speed = row["memory_gib"], row["tokens_per_second"]
         assert memory["tensors"] < memory["low"] < memory["high"]
         assert speed["low"] < speed["middle"] < speed["high"]
-        if row["fits"] == "yes":
-            assert memory["high"] <= 79.1
         assert (row["network_gb_per_step"] > 0) == (gpus == "64xH100")
+
+
+def test_without_a_model_of_speed_the_recipes_micro_batch_is_taken_or_the_next_that_fits() -> None:
+    found = [plan_for("Qwen3 0.6B, LoRA", gpus).recommended for gpus in ("RTX 4090", "RTX 3060")]
+    assert [(each.micro_batch_size, each.compiled, each.time) for each in found if each] == [
+        (2, False, None),
+        (1, False, None),
+    ]
+
+
+def test_the_table_of_choices_is_complete() -> None:
+    text = (ROOT / "docs/planning.md").read_text()
+    lines = [line for line in text.splitlines() if line.endswith(tuple(f"| {case.why} |" for case in CASES))]
+    assert len(lines) == len(CASES), "python -m benchmarks.choices docs/planning.md"
 
 
 def test_a_plan_takes_seconds_and_little_memory(recipes: dict[str, list[str]]) -> None:

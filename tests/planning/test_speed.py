@@ -68,7 +68,7 @@ def test_other_gpus_are_refused_in_one_line_with_the_nearest(text: str, hint: st
 
 def test_facts_about_gpus_are_plausible_and_precision_follows_the_capability() -> None:
     for gpu in GPUS.values():
-        assert gpu.peak() > 5e13
+        assert gpu.peak() > 2e13
         assert gpu.ring_bandwidth < gpu.memory_bandwidth
         assert gpu.precision == ("fp16" if gpu.name in ("V100", "T4") else "bf16")
     assert GPUS["H100"].memory_gib * 2**30 < 85.9e9, "80 GB, with the driver's share taken off"

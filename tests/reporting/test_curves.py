@@ -10,6 +10,7 @@ import pytest
 from processes import run_training
 
 from acc_lm.checkpointing.resuming import resumed_at
+from acc_lm.run_files import curves
 from acc_lm.run_files.charts import smooth
 from acc_lm.run_files.curves import draw_curves
 from acc_lm.run_files.names import ENVIRONMENT, METRICS, PICTURE
@@ -51,11 +52,16 @@ def test_a_picture_shows_losses_compression_rate_norm_and_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_metrics(tmp_path)
-    found = axes_of(tmp_path, monkeypatch, compressors={"gzip": 2.5, "xz": 2.25}, resumed_at=[40, 80])
+    found = axes_of(
+        tmp_path,
+        monkeypatch,
+        compressors={"gzip": 2.5, "xz": 2.25},
+        resumes=[(40, "resumed on ddp x2"), (80, "resumed on ddp x2")],
+    )
     labels = {title: axes.get_legend_handles_labels()[1] for title, axes in found.items()}
-    assert labels["Training loss"] == ["logged steps", "smoothed", "resumed"]
-    assert labels["Evaluation loss"] == ["held-out text", "wiki", "best 3.3333 at step 100", "resumed"]
-    assert labels["Held-out text, compressed"] == ["this model", "gzip 2.50", "xz 2.25", "resumed"]
+    assert labels["Training loss"] == ["logged steps", "smoothed", "resumed on ddp x2"]
+    assert labels["Evaluation loss"] == ["held-out text", "wiki", "best 3.3333 at step 100", "resumed on ddp x2"]
+    assert labels["Held-out text, compressed"] == ["this model", "gzip 2.50", "xz 2.25", "resumed on ddp x2"]
     rate, norm, speed = (found[title] for title in ("Learning rate", "Gradient norm, before clipping", "Speed"))
     assert (rate.get_yscale(), rate.get_ylim()[0]) == ("linear", 0), "a warm-up from 0 is a ramp, no wall"
     assert norm.get_yscale() == "log"
@@ -79,13 +85,23 @@ def test_a_smoothed_curve_does_not_lag() -> None:
     assert smooth([], 3) == []
 
 
-def test_a_run_records_where_it_was_resumed(tiny: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_run_records_where_it_was_resumed_and_draws_it(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drawn = tmp_path / "run", tmp_path / "drawn.json"
+    draw = curves.draw_curves
+
+    def record(*arguments: Any) -> None:
+        drawn.write_text(json.dumps(arguments[-1]))
+        draw(*arguments)
+
+    monkeypatch.setattr(curves, "draw_curves", record)
     run_training([*tiny, "training.max_steps=2"])
     assert resumed_at(run) == []
     for num_steps, wanted in ((4, [2]), (6, [2, 4])):
         run_training([*tiny, f"training.max_steps={num_steps}", "checkpoint.resume=auto"])
         assert resumed_at(run) == wanted
+        assert json.loads(drawn.read_text()) == [[step, "resumed on single x1"] for step in wanted]
     starts = json.loads((run / ENVIRONMENT).read_text())["starts"]
     assert [(start["step"], start["strategy"], start["num_processes"]) for start in starts] == [
         (step, "single", 1) for step in (0, 2, 4)

@@ -30,6 +30,7 @@ from acc_lm.reporting.run_comparison import compare
 from acc_lm.reporting.run_record import read_record
 from acc_lm.run_files.charts import PIXEL_COLUMNS, Drawn, thin
 from acc_lm.run_files.columns import MetricColumns
+from acc_lm.run_files.curves import PALETTE
 from acc_lm.run_files.names import ENVIRONMENT, METRICS, RECIPE, SAMPLES, SUMMARY
 from acc_lm.run_files.output_dir import is_in_use
 
@@ -465,6 +466,10 @@ def test_two_runs_that_differ_by_rounding_are_the_same_run(tmp_path: Path, capsy
     seen = Seen((first / "comparison.html").read_text())
     assert tuple(seen.sections) == ("", "Curves", "b compared with a", "Run a", "Run b")
     assert "Same recipe." in seen.sections["b compared with a"]
+    marks = re.findall(
+        r'<line class=mark style="stroke:(.*?)" .*?<title>(.*?)</title>', (first / "comparison.html").read_text()
+    )
+    assert set(marks) == {(PALETTE[0], "a resumed on ddp x2"), (PALETTE[1], "b resumed on ddp x2")}
 
 
 def later(step: int) -> float:

@@ -198,8 +198,15 @@ def test_strong_and_weak_scaling_of_a_recipe(
         tokens = row["global_batch_size"] * 32
         assert row["step_seconds"] * row["tokens_per_second"] == pytest.approx(tokens, rel=0.5)
 
+        assert row["planned"]["bytes_sent"] == pytest.approx(
+            sum(entry["ring_bytes"] for entry in row["collectives"].values()), rel=0.02, abs=1
+        )
+    assert rows["strong", 1]["planned"]["speed_up"] == 1
+    assert values["plan"].startswith("plan of CPU processes: computation measured on 1 x, ")
+
     text = page.read_text()
     assert text.startswith("# Scaling\n\nwritten by hand\n")
+    assert f"\n{values['plan']}.\n" in text
     assert "3 processes share 2 cores" in text
     assert "![Speed-up over the number of processes](scaling.png)" in text
     assert f"| 3 | ddp | 36 | {1000 * rows['weak', 3]['step_seconds']:.1f} ms |" in text
@@ -335,6 +342,85 @@ def test_a_speed_up_that_the_cores_cannot_give_is_void(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert doubts(rows, 1, load=9.0) == []
+
+
+# --- the plan's curve ----------------------------------------------------------------------------------------------
+
+
+def of_model(**model: Any) -> Any:
+    from acc_lm.config import Config
+
+    shape = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    }
+    training = {"max_steps": 1, "global_batch_size": 512, "micro_batch_size": 8, "mixed_precision": "bf16"}
+    data = {"sequence_length": 2048}
+    return Config.model_validate(
+        {"model": {"config": {"model_type": "llama", **shape, **model}}, "data": data, "training": training}
+    )
+
+
+def test_the_plan_of_cpu_processes_rests_on_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from acc_lm.studies.scaling import ScalingRow
+    from acc_lm.studies.scaling_plan import add_plan
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    measured = [("strong", 1, 512, 8.0), ("strong", 2, 512, 5.0), ("strong", 4, 512, 9.9), ("weak", 4, 2048, 1.0)]
+    rows = [ScalingRow(kind, count, size, step_seconds=seconds) for kind, count, size, seconds in measured]
+    found, about = add_plan(rows, of_model(), CONFIGS / "ddp.yaml")
+    assert about == "plan of CPU processes: computation measured on 1 x, link on 2 x (strong)"
+    # 4 s of computation and 1 s for 2 x 1/2 of the gradients; four processes share two cores and send 2 x 3/4.
+    assert [each.planned and each.planned.speed_up for each in found] == pytest.approx(
+        [1, 8 / 5, 8 / 5.5, 4 * 8 / 17.5]
+    )
+
+
+def test_the_plan_of_gpus_is_scaled_by_one_step_and_marks_what_is_extrapolated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from acc_lm.planning import hardware
+    from acc_lm.studies import scaling, scaling_plan
+
+    monkeypatch.setattr(scaling_plan, "num_accelerators", lambda: 8)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: (8, hardware.GPUS["H100"]))
+    rows = [scaling.ScalingRow("strong", 1, 8, step_seconds=3.0, speed_up=1, largest_difference={"train/loss": 0.0})]
+    rows += [scaling.ScalingRow("weak", n, 8 * n, step_seconds=3.0, speed_up=n) for n in (1, 8, 64, 1024)]
+    found, about = scaling_plan.add_plan(rows, of_model(), CONFIGS / "ddp.yaml")
+    assert about == "plan for H100, scaled by the step measured on 1 x"
+    planned = [each.planned for each in found[1:] if each.planned]
+    assert [each.speed_up for each in planned] == sorted(each.speed_up for each in planned)
+    assert planned[0].speed_up == 1
+    assert all(0.5 * n < each.speed_up < n for each, n in zip(planned[1:3], (8, 64), strict=True))
+    assert all(each.low == pytest.approx(0.9 * each.speed_up) for each in planned)
+    assert [bool(each.extrapolated) for each in planned] == [False, False, False, True]
+    values = {
+        "command": "",
+        "made": "",
+        "cores": 2,
+        "accelerators": 8,
+        "plan": about,
+        "notes": [],
+        "load_average_before": 0.0,
+    }
+    scaling.draw_scaling(found, values, tmp_path / "scaling.png")
+    assert f"{planned[3].speed_up:.2f} (extrapolated) |" in "\n".join(scaling._page(found, values))
+
+
+def test_a_model_without_a_plan_has_no_curve_and_says_so() -> None:
+    from acc_lm.studies.scaling import ScalingRow
+    from acc_lm.studies.scaling_plan import add_plan
+
+    rows = [ScalingRow("strong", 1, 512, step_seconds=1.0)]
+    config = of_model(
+        model_type="mixtral", num_local_experts=4, num_hidden_layers=2, hidden_size=64, intermediate_size=64
+    )
+    assert add_plan(rows, config, CONFIGS / "ddp.yaml") == (
+        rows, "no curve of the plan: speed of this kind of model or adapter is not modelled",
+    )  # fmt: skip
 
 
 # --- launches ------------------------------------------------------------------------------------------------------

@@ -244,16 +244,13 @@ def path_of(recipe: str | None) -> str:
 
 
 def _print_recommendation(machine: Machine, found: RunPlan, command: str) -> None:
-    from acc_lm.planning.advice import shares_of, why_not
-    from acc_lm.planning.plan import AS_FAST
+    from acc_lm.planning.advice import reason_for, shares_of, why_not
 
     best = found.recommended
     if best is None:
         return
     memory = best.memory
-    print(
-        f"take {best.placement.config}: the simplest of those within {100 * (1 - AS_FAST):.0f} % of the fastest that fits"
-    )
+    print(f"take {best.placement.config}: {reason_for(best)}")
     unit, scale = ("GiB", GIB) if memory.tensors >= GIB else ("MiB", 2**20)
     parts = " + ".join(f"{name} {size / scale:,.1f}" for name, size in memory.parts.items() if size > 0.05 * scale)
     print(

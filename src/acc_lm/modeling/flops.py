@@ -44,13 +44,14 @@ PEAKS: dict[str, dict[str, float]] = {
     },  # the white paper of Blackwell for GeForce, sums in fp32
     "RTX 4090": {"bfloat16": 165, "float16": 165, "float32": 82.6},
     "RTX 3090": {"bfloat16": 71, "float16": 71, "float32": 35.6},  # the white paper of GA102, sums in fp32
+    "RTX 3060": {"bfloat16": 25.5, "float16": 25.5, "float32": 12.7},  # GA102's rate of an SM x 28 SMs at 1.777 GHz
     "V100-SXM2": {"float16": 125, "float32": 15.7},
     "V100-PCIE": {"float16": 112, "float32": 14},
     "T4": {"float16": 65, "float32": 8.1},
 }
 """Dense TFLOP/s from the data sheets, by words of the device's name (first match) and compute dtype."""
-ANOTHER_CHIP = re.compile(r"\b(MIG|Laptop|D)\b")
-"""Words in the name of a part of a GPU, or of a GPU with fewer cores that carries the name of a larger one."""
+ANOTHER_CHIP = re.compile(r"\b(MIG|Laptop|D|Ti|SUPER)\b")
+"""Words in the name of a part of a GPU, or of another GPU that carries the same name."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 

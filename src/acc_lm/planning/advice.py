@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from acc_lm.errors import UserError
 from acc_lm.planning.hardware import GIB
-from acc_lm.planning.plan import ROOM, Candidate, Machine, RunPlan, make_plan
+from acc_lm.planning.plan import AS_FAST, ROOM, Candidate, Machine, RunPlan, make_plan
 from acc_lm.planning.speed import StepTime
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ def shares_of(time: StepTime) -> dict[str, float]:
         "offload": time.offload,
     }
     return {name: value / time.total for name, value in seconds.items() if value > 0.005 * time.total}
+
+
+def reason_for(best: Candidate) -> str:
+    """Reason for the recommended candidate."""
+    if best.time is None:
+        return "the simplest that fits; speed is not modelled, so it is not compiled and has the recipe's micro-batch or the next that fits"
+    return f"the simplest of those within {100 * (1 - AS_FAST):.0f} % of the fastest that fits"
 
 
 def why_not(each: Candidate, best: Candidate, machine: Machine) -> str:

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass, replace
 
 from acc_lm.errors import ConfigError
-from acc_lm.modeling.flops import peak_of
+from acc_lm.modeling.flops import ANOTHER_CHIP, peak_of
 
 GIB = 2**30
 
@@ -83,6 +83,7 @@ _TABLE = (
     Gpu("L40S", "NVIDIA L40S", 44.4, 0.864e12, 10e9, 8, "ampere", (8, 9), 350),
     Gpu("A10G", "NVIDIA A10G", 22.0, 0.6e12, 10e9, 8, "ampere", (8, 6), 300),
     Gpu("L4", "NVIDIA L4", 22.0, 0.3e12, 10e9, 8, "ampere", (8, 9), 72),
+    Gpu("RTX 3060", "NVIDIA GeForce RTX 3060", 11.7, 0.36e12, 10e9, 8, "ampere", (8, 6), 170),
     Gpu("RTX 3090", "NVIDIA GeForce RTX 3090", 23.6, 0.936e12, 10e9, 8, "ampere", (8, 6), 350),
     Gpu("RTX 4090", "NVIDIA GeForce RTX 4090", 23.5, 1.008e12, 10e9, 8, "ampere", (8, 9), 450),
     Gpu("RTX 5090", "NVIDIA GeForce RTX 5090", 31.4, 1.792e12, 20e9, 8, "hopper", (12, 0), 575),
@@ -91,7 +92,7 @@ _TABLE = (
 )
 GPUS = {gpu.name: gpu for gpu in _TABLE}
 """GPUs that a plan can be made for, by name."""
-OTHER_NAMES = {"A100": "A100-80", "3090": "RTX 3090", "4090": "RTX 4090", "5090": "RTX 5090"}
+OTHER_NAMES = {"A100": "A100-80", "3060": "RTX 3060", "3090": "RTX 3090", "4090": "RTX 4090", "5090": "RTX 5090"}
 """Shorter spellings -> names in GPUS."""
 
 
@@ -131,7 +132,7 @@ def gpus_here() -> tuple[int, Gpu]:
         raise ConfigError("--gpus here must find a GPU, got none on this machine; name some, for example --gpus 8xH100")
     name, size = found[0].name, found[0].total_memory / GIB
     same = [gpu for gpu in _TABLE if gpu.device == name] or [
-        gpu for gpu in _TABLE if re.search(rf"\b{gpu.name.partition('-')[0]}\b", name)
+        gpu for gpu in _TABLE if re.search(rf"\b{gpu.name.partition('-')[0]}\b", name) and not ANOTHER_CHIP.search(name)
     ]
     if not same:
         raise ConfigError(

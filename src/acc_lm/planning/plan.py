@@ -124,6 +124,8 @@ class RunPlan:
     """Sizes that the speed was computed with; None for models whose speed is not modelled."""
     num_tokens: int | None
     """Tokens of the run; None: it ends by epochs, whose tokens are not known before."""
+    micro_batch_size: int
+    """That of the recipe, which decides where speed is not modelled."""
 
     def best_of_each_config(self) -> list[Candidate]:
         """One candidate of each config: the recommended one, else the simplest of the fastest, else the smallest."""
@@ -133,7 +135,9 @@ class RunPlan:
     def _best(self, candidates: list[Candidate]) -> Candidate:
         if self.recommended in candidates and self.recommended is not None:
             return self.recommended
-        return _simplest_of_fastest(candidates) or min(candidates, key=lambda each: each.memory.tensors)
+        return _simplest_of_fastest(candidates, self.micro_batch_size) or min(
+            candidates, key=lambda each: each.memory.tensors
+        )
 
 
 def make_plan(
@@ -185,9 +189,9 @@ def make_plan(
                             config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled, ratio
                         )
                     )
-    steps = config.training.max_steps
+    steps, wanted = config.training.max_steps, config.training.micro_batch_size
     tokens = steps and steps * config.training.global_batch_size * length
-    return RunPlan(found, _recommend(found, machine), shape, tokens)
+    return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, tokens, wanted)
 
 
 def _candidate(
@@ -209,9 +213,8 @@ def _candidate(
         fits = "host"
     time = None
     if shape is not None:
-        again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
-        work = Work(config.data.sequence_length, size, rows // size, again, compiled, compute_dtype(config, placement))
-        time = step_time(shape, machine.gpu, _layout(placement), work, machine.network, ratio)
+        work = work_of(config, placement, size, rows // size, checkpointing, compiled=compiled)
+        time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network, ratio)
     return Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
 
 
@@ -222,10 +225,18 @@ def compute_dtype(config: Config, placement: Placement) -> str:
 
 def bytes_sent(shape: Shape, placement: Placement, accumulation: int) -> float:
     """Bytes that each process sends in a step, in rings; they do not depend on the hardware."""
-    return communication(shape, GPUS["H100"], _layout(placement), accumulation, 1.0, FITTED).bytes_sent
+    return communication(shape, GPUS["H100"], layout_of(placement), accumulation, 1.0, FITTED).bytes_sent
 
 
-def _layout(placement: Placement) -> Layout:
+def work_of(
+    config: Config, placement: Placement, size: int, accumulation: int, checkpointing: Checkpointing, *, compiled: bool
+) -> Work:
+    """Step of one process as the speed model takes it."""
+    again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
+    return Work(config.data.sequence_length, size, accumulation, again, compiled, compute_dtype(config, placement))
+
+
+def layout_of(placement: Placement) -> Layout:
     """The placement as the speed model takes it."""
     n = placement.shards
     is_sharded = placement.shards_weights
@@ -253,8 +264,12 @@ def shape_of(probe: Probe) -> Shape | None:
     return Shape(**sizes)
 
 
-def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) -> Candidate | None:
-    """The simplest of the candidates that run about as fast as the fastest; None if none fits."""
+def _simplest_of_fastest(candidates: list[Candidate], wanted: int, memory: float = math.inf) -> Candidate | None:
+    """The simplest of the candidates that run about as fast as the fastest; None if none fits.
+
+    Args:
+        wanted: micro-batch to approach where speed is not modelled; compilation is then left out.
+    """
     running = [each for each in candidates if each.fits == "yes"] or [each for each in candidates if each.runs]
     if not running:
         return None
@@ -267,7 +282,7 @@ def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) 
             each.memory.middle > ROOM * memory,
             each.order,
             names.index(each.checkpointing),
-            -each.compiled,
+            -each.compiled if fastest else each.compiled,
             -each.tokens_per_second,
         ),
     )
@@ -276,14 +291,13 @@ def _simplest_of_fastest(candidates: list[Candidate], memory: float = math.inf) 
         for each in near
         if (each.order, each.checkpointing, each.compiled) == (first.order, first.checkpointing, first.compiled)
     ]
+    if not fastest:
+        roomy = [each for each in same if each.memory.middle <= ROOM * memory] or same
+        return min(roomy, key=lambda each: (each.micro_batch_size > wanted, abs(each.micro_batch_size - wanted)))
     best = max(each.tokens_per_second for each in same)
     return min(
         (each for each in same if each.tokens_per_second >= 0.985 * best), key=lambda each: each.micro_batch_size
     )
-
-
-def _recommend(candidates: list[Candidate], machine: Machine) -> Candidate | None:
-    return _simplest_of_fastest(candidates, machine.memory)
 
 
 def command_line(candidate: Candidate, recipe: str, overrides: Sequence[str] = ()) -> str:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from acc_lm.errors import UserError
-from acc_lm.planning.advice import shares_of, ways_out, why_not
+from acc_lm.planning.advice import reason_for, shares_of, ways_out, why_not
 from acc_lm.planning.hardware import GIB
 from acc_lm.planning.memory import ALLOCATOR_HIGH, ALLOCATOR_LOW, CUDA, NCCL
-from acc_lm.planning.plan import AS_FAST, Candidate, Machine, RunPlan, command_line, make_plan
+from acc_lm.planning.plan import Candidate, Machine, RunPlan, command_line, make_plan
 from acc_lm.planning.speed import EXTRAPOLATED_PROCESSES, EXTRAPOLATED_RATIO, Range
 from acc_lm.reporting.chart_svg import short
 from acc_lm.reporting.html_page import as_document, safe
@@ -247,8 +247,7 @@ def _recommendation(each: PlannedNumber, planned: Planned) -> list[Part]:
         pairs.append(("speed", f"{_span(_speed_of(best), _rate)} tokens/s"))
         pairs.append(("MFU", f"{100 * best.time.utilization:.0f} %"))
         pairs += [(name, text) for name, text in _costs(best, each.machine, planned)]
-    simple = f"the simplest of those within {100 * (1 - AS_FAST):.0f} % of the fastest"
-    parts: list[Part] = [Pairs(pairs), Paragraph(f"{best.placement.config} is {simple} that fits.")]
+    parts: list[Part] = [Pairs(pairs), Paragraph(f"{best.placement.config} is {reason_for(best)}.")]
     if best.time and best.time.extrapolated:
         parts.append(Paragraph(f"extrapolated: {best.time.extrapolated}", is_bad=True))
     others = sorted(

@@ -179,6 +179,8 @@ OFFLOAD_SPREAD = 0.5
 """Half-width for offload, which rests on one published run."""
 EXTRAPOLATED_RATIO, EXTRAPOLATED_PROCESSES = 0.85, 512
 """Communication over computation, and number of GPUs, up to which published scaling was fitted."""
+SHORTEST = 0.005
+"""Seconds of a micro-batch's computation below which starting its kernels, which the model leaves out, may take as long."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def step_time(
         flops=micro_batches * work.tokens * shape.flops_per_token(work.length),
         peak=gpu.peak(work.compute),
         calibrated=calibration is not None,
-        extrapolated=_beyond_published(gpu, layout, ratio, work.compute),
+        extrapolated=_beyond_published(gpu, layout, ratio, compute, work.compute),
     )
 
 
@@ -290,7 +292,9 @@ PLAIN_BLOCK = 0.15
 single kernels in torch. Counted: 108 bytes per hidden element instead of 76 compiled, a gated block about 4 times as many."""
 
 
-def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, compute: str) -> str:
+def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, seconds: float, compute: str) -> str:
+    if seconds < SHORTEST:
+        return f"{1000 * seconds:.1g} ms of computation in a micro-batch, without the time to start its kernels"
     if layout.processes > EXTRAPOLATED_PROCESSES:
         return f"more than {EXTRAPOLATED_PROCESSES} GPUs"
     if ratio > EXTRAPOLATED_RATIO:

@@ -103,15 +103,14 @@ def _marks(marks: Sequence[Mark], to_x: Callable[[Floats], Floats]) -> list[str]
     parts = []
     for mark in marks:
         x = to_x(np.array([mark.x]))[0]
-        label = html.escape(mark.label)
+        stroke = "" if mark.color is None else f' style="stroke:{PALETTE[mark.color % len(PALETTE)]}"'
         parts.append(
-            f"<line class=mark x1={x:.1f} x2={x:.1f} y1={TOP} y2={CHART_HEIGHT - BOTTOM}><title>{label}</title></line>"
+            f"<line class=mark{stroke} x1={x:.1f} x2={x:.1f} y1={TOP} y2={CHART_HEIGHT - BOTTOM}><title>{html.escape(mark.label)}</title></line>"
         )
-        if len(marks) <= MANY_MARKS and mark.label != "resumed":
+        _, _, engine = mark.label.rpartition("resumed on ")
+        if len(marks) <= MANY_MARKS and engine != mark.label:
             where = f"translate({x - 5:.1f} {TOP + 2}) rotate(-90)"
-            parts.append(
-                f'<text class=note transform="{where}" text-anchor=end>{label.removeprefix("resumed on ")}</text>'
-            )
+            parts.append(f'<text class=note transform="{where}" text-anchor=end>{html.escape(engine)}</text>')
     return parts
 
 

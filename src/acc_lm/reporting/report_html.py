@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from acc_lm.redaction import printable, redact
 from acc_lm.reporting.chart_svg import as_svg
@@ -118,10 +119,13 @@ def _as_figure(chart: Chart, marks: Sequence[Mark]) -> str:
     ]
     legend += [f"<span>╌ {safe(level.label)}</span>" for level in chart.levels]
     legend += [f"<span>★ {safe(chart.star.label)}</span>"] if chart.star else []
-    legend += ["<span>┊ resumed</span>"] if marks else []
+    several = ", in the colour of the run" * any(mark.color is not None for mark in marks)
+    legend += [f"<span>┊ resumed{several}</span>"] if marks else []
     scale = " (logarithmic)" if chart.is_log else ""
     unit = f" <small>{safe(chart.unit)}{scale}</small>" if chart.unit or scale else ""
-    picture = as_svg(_cleaned(chart), [Mark(mark.x, printable(redact(mark.label))) for mark in marks], chart.title)
+    picture = as_svg(
+        _cleaned(chart), [replace(mark, label=printable(redact(mark.label))) for mark in marks], chart.title
+    )
     return (
         f"<figure><figcaption>{safe(chart.title)}{unit}</figcaption>{picture}"
         f"<div class=value></div><div class=legend>{''.join(legend)}</div></figure>"
@@ -130,6 +134,4 @@ def _as_figure(chart: Chart, marks: Sequence[Mark]) -> str:
 
 def _cleaned(chart: Chart) -> Chart:
     """Chart whose names are safe to print; the drawing escapes its markup."""
-    from dataclasses import replace
-
     return replace(chart, lines=tuple(replace(line, label=printable(redact(line.label))) for line in chart.lines))

@@ -11,7 +11,7 @@ from acc_lm.reporting.report_parts import Block, Figures, Grid, Pairs, Paragraph
 from acc_lm.reporting.report_proof import ledger_of
 from acc_lm.reporting.report_sections import cut, damaged, glance, made_line, value_text
 from acc_lm.reporting.run_record import RunRecord, changed_keys, words
-from acc_lm.run_files.charts import AXES, By, Drawn, charts_of, more_charts_of
+from acc_lm.run_files.charts import AXES, By, Drawn, charts_of, marks_of, more_charts_of
 from acc_lm.run_files.differences import COMPARED, TOLERANCE, tolerance_for
 from acc_lm.run_files.names import RECIPE
 
@@ -274,7 +274,10 @@ def comparison_report(runs: Sequence[RunRecord], by: By = "step") -> Report:
     charts = [chart for chart in (*charts_of(drawn, by), *more_charts_of(drawn, by)) if chart.lines]
     blocks = [
         Block("", top),
-        Block("Curves", [Figures(charts, [], AXES[by])] if charts else [Paragraph("left out: no logged step yet")]),
+        Block(
+            "Curves",
+            [Figures(charts, marks_of(drawn, by), AXES[by])] if charts else [Paragraph("left out: no logged step yet")],
+        ),
     ]
     blocks += [_block(comparison, names[0], name) for name, comparison in zip(names[1:], found, strict=True)]
     for name, run in zip(names, runs, strict=True):

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,8 @@ class RunRecord:
 
     @property
     def drawn(self) -> Drawn:
-        resumes = []
-        for before, start in zip([None, *self.starts], self.starts, strict=False):
-            is_other = before is not None and start.engine and start.engine != before.engine
-            if start.step > 0:
-                resumes.append((start.step, f"resumed on {start.engine}" if is_other else "resumed"))
         metric = words(self.recipe, "checkpoint.best_metric") or "eval/loss"
-        return Drawn(self.name, self.columns, metric, self.compressors, resumes)
+        return Drawn(self.name, self.columns, metric, self.compressors, resumes_of(self.starts))
 
 
 # --- values of untrusted files ----------------------------------------------------------------------------------------
@@ -191,7 +186,7 @@ def read_record(folder: Path, columns: MetricColumns | None = None) -> RunRecord
     record.profile = _read_text(folder / PROFILE_TABLE)[-LARGEST_TEXT:]
     record.recipe = _read_recipe(folder, record.reasons)
     record.samples = _read_samples(folder, record.reasons)
-    record.starts = _starts_of(record.environment)
+    record.starts = starts_in(record.environment)
     record.checkpoints = _read_checkpoints(folder)
     record.events = _read_events(folder)
     return record
@@ -320,8 +315,8 @@ def _read_samples(folder: Path, reasons: dict[str, str]) -> list[dict[str, Any]]
     return samples
 
 
-def _starts_of(environment: dict[str, Any]) -> list[StartOfRun]:
-    """Starts that the run recorded; of an earlier version's run only the steps after which it was resumed."""
+def starts_in(environment: dict[str, Any]) -> list[StartOfRun]:
+    """Starts that environment.json records; of an earlier version's run only the steps after which it was resumed."""
     starts = []
     for facts in listed(environment, "starts"):
         if (step := number(facts, "step")) is not None:
@@ -332,6 +327,13 @@ def _starts_of(environment: dict[str, Any]) -> list[StartOfRun]:
         steps = [step for step in listed(environment, "resumed_at") if type(step) is int]
         starts = [StartOfRun(step, "", "", {}) for step in steps]
     return starts
+
+
+def resumes_of(starts: Sequence[StartOfRun]) -> list[tuple[int, str]]:
+    """(step, label) of each resume, with the engine if the run recorded it."""
+    return [
+        (start.step, f"resumed on {start.engine}" if start.engine else "resumed") for start in starts if start.step > 0
+    ]
 
 
 def _read_checkpoints(folder: Path) -> list[SavedState]:

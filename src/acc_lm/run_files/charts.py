@@ -66,6 +66,8 @@ class Mark:
 
     x: float
     label: str
+    color: int | None = None
+    """Number of the colour of its run, if there are several; None: that of text."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,14 @@ def more_charts_of(runs: Sequence[Drawn], by: By = "step") -> list[Chart]:
 
 
 def marks_of(runs: Sequence[Drawn], by: By = "step") -> list[Mark]:
-    """Resumes of a run; marks of several runs would all look alike."""
-    if len(runs) != 1:
-        return []
-    steps = np.array([float(step) for step, _ in runs[0].resumes])
-    labels = [label for _, label in runs[0].resumes]
-    return [Mark(float(x), label) for x, label in zip(runs[0].at(steps, by), labels, strict=True) if np.isfinite(x)]
+    """Resumes of the runs; of several, each in the colour of its run and with its name."""
+    marks = []
+    for number, run in enumerate(runs):
+        name, color = ("", None) if len(runs) == 1 else (f"{run.name} ", number)
+        places = run.at(np.array([float(step) for step, _ in run.resumes]), by)
+        labels = [name + label for _, label in run.resumes]
+        marks += [Mark(float(x), label, color) for x, label in zip(places, labels, strict=True) if np.isfinite(x)]
+    return marks
 
 
 def _curve(run: Drawn, name: str, by: By) -> tuple[Floats, Floats]:

@@ -32,16 +32,16 @@ def draw_curves(
     title: str,
     best_metric: str = "eval/loss",
     compressors: Mapping[str, float] | None = None,
-    resumed_at: Sequence[int] = (),
+    resumes: Sequence[tuple[int, str]] = (),
 ) -> None:
     """Draw `training_curves.png`: losses, bits per byte, learning rate, gradient norm and speed.
 
     Args:
         compressors: bits per byte of other compressors on the same held-out text, by name.
-        resumed_at: steps after which the run was resumed.
+        resumes: (step, label) of each resume.
     """
     columns = MetricColumns().add(read(output_dir))
-    run = Drawn(title, columns, best_metric, compressors, [(step, "resumed") for step in resumed_at])
+    run = Drawn(title, columns, best_metric, compressors, resumes)
     draw_charts(charts_of([run]), marks_of([run]), title, output_dir / PICTURE)
 
 
@@ -62,7 +62,9 @@ def draw_charts(
         _draw(each, chart)
         for number, mark in enumerate(marks):
             is_new = mark.label not in {earlier.label for earlier in marks[:number]}
-            each.axvline(mark.x, color="black", linestyle=":", linewidth=1, label=mark.label if is_new else None)
+            color = "black" if mark.color is None else PALETTE[mark.color % len(PALETTE)]
+            label = printable(redact(mark.label)) if is_new else None
+            each.axvline(mark.x, color=color, linestyle=":", linewidth=1, label=label)
         each.set_xlabel(x_label)
         each.grid(alpha=0.3)
         if each.lines:

@@ -26,6 +26,7 @@ from acc_lm.studies.launching import (
     shared_cores,
 )
 from acc_lm.studies.parity import Case, short_run
+from acc_lm.studies.scaling_plan import PlannedRow, add_plan
 from acc_lm.studies.tables import machine_line, replace_block
 
 LOGS, LOGS_LEFT_OUT, LEAST_STEPS = 10, 3, 6
@@ -61,6 +62,8 @@ class ScalingRow:
     """Largest relative difference from the smallest number of processes over the steps, by metric; None: weak scaling."""
     same_rows: bool | None = None
     problem: str | None = None
+    planned: PlannedRow | None = None
+    """Prediction of the plan; None: there is none."""
 
     @property
     def num_bytes(self) -> float:
@@ -139,11 +142,20 @@ def scaling(
     same = all(row.is_the_same(tolerance) for row in rows)
     verdict = f"the same losses to {max(apart):.1e}" if same else "NOT the same losses, see above"
     print(f"strong scaling: {verdict}")
+    rows, curve = add_plan(rows, config, file)
+    print(curve)
     command = _command(recipe, config_file, counts, steps, overrides)
     _write(
         output,
         rows,
-        {"command": command, "load_average_before": load, "steps": steps, "tolerance": tolerance, "notes": notes},
+        {
+            "command": command,
+            "load_average_before": load,
+            "steps": steps,
+            "tolerance": tolerance,
+            "notes": notes,
+            "plan": curve,
+        },
     )
     print(f"written: {output}, scaling.json, scaling.png")
     return 0 if same else 1
@@ -337,9 +349,10 @@ def _page(rows: Sequence[ScalingRow], values: dict[str, Any]) -> list[str]:
         last = " serial share | loss difference |" if kind == STRONG else ""
         lines += ["", f"{kind.capitalize()} scaling: {title}.", ""]
         lines.append(
-            f"| processes | strategy | global batch | step | tokens/s | speed-up | efficiency |{last} memory per process |"
+            "| processes | strategy | global batch | step | tokens/s | speed-up | by the plan | efficiency |"
+            f"{last} memory per process |"
         )
-        lines.append("|" + "---|" * (8 + 2 * (kind == STRONG)))
+        lines.append("|" + "---|" * (9 + 2 * (kind == STRONG)))
         for row in (row for row in rows if row.kind == kind):
             if row.problem is not None:
                 lines.append(f"| {row.num_processes} | {row.problem} |")
@@ -348,24 +361,33 @@ def _page(rows: Sequence[ScalingRow], values: dict[str, Any]) -> list[str]:
             last = f" {share} | {(row.largest_difference or {})['train/loss']:.1e} |" if kind == STRONG else ""
             lines.append(
                 f"| {row.num_processes} | {row.strategy} | {row.global_batch_size} | {1000 * row.step_seconds:.1f} ms | "
-                f"{row.tokens_per_second:,.0f} | {row.speed_up:.2f} | {row.efficiency:.0%} |{last} {row.peak_memory_gb:.2f} GB |"
+                f"{row.tokens_per_second:,.0f} | {row.speed_up:.2f} | {_planned_speed_up(row)} | {row.efficiency:.0%} |{last} {row.peak_memory_gb:.2f} GB |"
             )
     lines += ["", "Communication of one process in one step, counted:", ""]
     lines.append(
-        "| processes | strategy | collectives | MB passed to collectives | MB sent in a ring, by formula | MB received over TCP |"
+        "| processes | strategy | collectives | MB passed to collectives | MB sent in a ring, by formula | the same, by the plan "
+        "| MB received over TCP |"
     )
-    lines.append("|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|")
     for row in (row for row in rows if row.kind == STRONG and row.problem is None):
         calls = ", ".join(f"{entry['calls']:.0f} {name}" for name, entry in (row.collectives or {}).items()) or "none"
         tcp = "-" if row.tcp_bytes is None else f"{row.tcp_bytes / 1e6:.3f}"
+        planned = "-" if row.planned is None else f"{row.planned.bytes_sent / 1e6:.3f}"
         lines.append(
-            f"| {row.num_processes} | {row.strategy} | {calls} | {row.num_bytes / 1e6:.3f} | {row.ring_bytes / 1e6:.3f} | {tcp} |"
+            f"| {row.num_processes} | {row.strategy} | {calls} | {row.num_bytes / 1e6:.3f} | {row.ring_bytes / 1e6:.3f} | {planned} "
+            f"| {tcp} |"
         )
-    return [*lines, *(f"\n{note}." for note in values["notes"])]
+    return [*lines, *(f"\n{note}." for note in [values["plan"], *values["notes"]])]
+
+
+def _planned_speed_up(row: ScalingRow) -> str:
+    if row.planned is None:
+        return "-"
+    return f"{row.planned.speed_up:.2f}" + (" (extrapolated)" if row.planned.extrapolated else "")
 
 
 def draw_scaling(rows: Sequence[ScalingRow], values: dict[str, Any], file: Path) -> None:
-    """Draw two panels, strong and weak: measured and ideal speed-up, and on a CPU the speed-up that its cores allow."""
+    """Draw two panels, strong and weak: measured, planned and ideal speed-up, and on a CPU the one that its cores allow."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -381,6 +403,7 @@ def draw_scaling(rows: Sequence[ScalingRow], values: dict[str, Any], file: Path)
         if not values["accelerators"] and values["cores"] < counts[-1]:
             limit = [min(count, values["cores"]) / min(counts[0], values["cores"]) for count in counts]
             axes.plot(counts, limit, color="tab:gray", linestyle=":", label=f"ideal on {values['cores']} cores")
+        _draw_plan(axes, [row for row in found if row.planned is not None], values["plan"])
         axes.plot(counts, [row.speed_up for row in found], color="tab:blue", marker="o", label="measured")
         for row in found:
             axes.annotate(
@@ -389,8 +412,27 @@ def draw_scaling(rows: Sequence[ScalingRow], values: dict[str, Any], file: Path)
         axes.set(title=f"{kind.capitalize()} scaling", xlabel="processes", xticks=counts, ylim=(0, None))
         axes.set_ylabel(f"tokens per second, as multiples of {counts[0]} x")
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="upper left", fontsize=8)
     temporary = file.with_name(f".{file.name}")
     figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)
     os.replace(temporary, file)
+
+
+def _draw_plan(axes: Any, rows: Sequence[ScalingRow], label: str) -> None:
+    """Draw the plan's curve with its range; dashed from the last number of processes that published runs support."""
+    planned = [(row.num_processes, row.planned) for row in rows if row.planned is not None]
+    if len(planned) < 2:
+        return
+    counts = [count for count, _ in planned]
+    known = next((number for number, (_, each) in enumerate(planned) if each.extrapolated), len(planned))
+    speed_ups = [each.speed_up for _, each in planned]
+    axes.fill_between(
+        counts, [each.low for _, each in planned], [each.high for _, each in planned], color="tab:orange", alpha=0.15
+    )
+    if known:
+        axes.plot(counts[:known], speed_ups[:known], color="tab:orange", label=label.replace(": ", ":\n", 1))
+    if known < len(planned):
+        begin = max(0, known - 1)
+        text = f"{label}, extrapolated" if not known else "the same, extrapolated"
+        axes.plot(counts[begin:], speed_ups[begin:], color="tab:orange", linestyle="--", label=text)

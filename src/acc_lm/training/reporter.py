@@ -9,13 +9,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from acc_lm.checkpointing import resuming
 from acc_lm.config import Mode
 from acc_lm.evaluation.held_out import Evaluation
 from acc_lm.redaction import printable
 from acc_lm.reporting.console import Bar, start_block
+from acc_lm.reporting.run_record import resumes_of, starts_in
 from acc_lm.reporting.tracking import Tracking
 from acc_lm.run_files import curves, metrics_file
+from acc_lm.run_files.names import ENVIRONMENT
+from acc_lm.run_files.summary import read_json_file
 from acc_lm.training.run import Run
 
 
@@ -50,7 +52,8 @@ class Reporter:
                 result.held_out.bits_per_byte, result.held_out.num_targets
             )
             compressors = {name: value for name, value in shown.items() if name != "model"}
-            curves.draw_curves(folder, folder.name, metric, compressors, resuming.resumed_at(folder))
+            resumes = resumes_of(starts_in(read_json_file(folder / ENVIRONMENT)))
+            curves.draw_curves(folder, folder.name, metric, compressors, resumes)
         self._bar.show_evaluation(step, result)
 
     def epoch(self, step: int, metrics: dict[str, float]) -> None:
