@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import llama
 
 from acc_lm.cli import main
 from acc_lm.planning import hardware
 from acc_lm.planning.calibration import calibration_file
 from acc_lm.planning.probe import Probe
 from acc_lm.studies import measuring
+from benchmarks.choices import llama_shape, pretraining
+
+
+def small(folder: Path, length: int) -> str:
+    file = folder / "small.yaml"
+    file.write_text(json.dumps(pretraining(llama_shape(1024, 4096, 4, 16), 8, length)))
+    return str(file)
 
 
 def test_a_dry_run_on_two_processes_costs_what_was_predicted(
@@ -58,7 +64,7 @@ def one_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def test_a_measured_step_is_what_later_plans_on_that_gpu_start_from(
     one_h100: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = str(llama(tmp_path, "small", 1024, 4096, 4, 16, global_batch_size=8, sequence_length=1024))
+    recipe = small(tmp_path, 1024)
     probes: dict[int, Probe] = {}
     monkeypatch.setattr(
         "acc_lm.planning.probe.Probe",
@@ -103,7 +109,7 @@ def test_a_measured_step_is_what_later_plans_on_that_gpu_start_from(
 def test_a_dry_run_that_fails_is_one_line(
     one_h100: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = str(llama(tmp_path, "tiny", 256, 512, 2, 8, global_batch_size=8, sequence_length=64))
+    recipe = small(tmp_path, 64)
     one_h100["set"]["problem"] = "error: data.files must exist"
     assert main(["plan", recipe, "--measure", "--config", "single_gpu"]) == 4
     assert "got: error: data.files must exist; " in capsys.readouterr().err.splitlines()[-1]
