@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Checkpointing = Literal["no", "selective", "full"]
 SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "selective": "selective", "full": True}
 """Value of `model.gradient_checkpointing` for each name."""
+MANY_ROWS = 64
+"""Rows of a micro-batch in which the gradients of activations outweigh those of weights."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Phases:
     kept: float
     """Activations that are kept for the backward pass."""
     backward: float
-    """The most during the backward pass of the body, with the gradients of its weights."""
+    """The most during the backward pass of the body, with the gradients of one block's weights."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Parameters:
     block: int
     """Mean of the blocks; what is left of the total stands outside of them."""
     num_blocks: int
+    is_tied: bool
+    """True if the embedding shares the head's weight."""
 
     @property
     def outside(self) -> int:
@@ -139,6 +143,7 @@ class Probe:
                 parameters = list(fake.model.parameters())
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 weight = fake.model.get_output_embeddings().weight
+                is_tied = getattr(fake.model.get_input_embeddings(), "weight", None) is weight
                 counts.append((sum(p.numel() for p in parameters), trained))
         (total, trained), *more = counts
         block = 0
@@ -149,7 +154,7 @@ class Probe:
             total += block * blocks
         else:
             block = (total - weight.numel()) // self.num_blocks
-        found = Parameters(total, trained, weight.numel(), block, self.num_blocks)
+        found = Parameters(total, trained, weight.numel(), block, self.num_blocks, is_tied)
         return found, tuple(weight.shape), fake.is_fused
 
     @contextlib.contextmanager
@@ -190,12 +195,24 @@ class Probe:
         return Phases(at("forward"), at("body"), at("kept"), at("backward"))
 
     def of_one_block(self, micro_batch_size: int, checkpointing: Checkpointing, *, compute: Compute) -> float:
-        """Bytes that the backward pass of a block needs on top of what is kept, the gradients of its weights included."""
-        rows = [1] if micro_batch_size == 1 else [1, 2]
-        extra = [
-            one.backward - one.kept for one in (self._run(compute, checkpointing, self._depths[0], b) for b in rows)
-        ]
-        return max(0.0, extra[0] + (extra[-1] - extra[0]) * (micro_batch_size - 1))
+        """Bytes that the backward pass of a block needs on top of what is kept, the gradients of its weights included.
+
+        The most is where gradients of weights are large or where those of activations are, so it is not linear in the rows:
+        the larger of two lines, of few rows and of many. Many cost no more to run than few.
+        """
+        size = micro_batch_size
+        if size <= 2:
+            return self._extra(compute, checkpointing, size)
+        lines = ((1, 2), (MANY_ROWS, 2 * MANY_ROWS))
+        return max(
+            low + (high - low) / (b - a) * (size - a)
+            for a, b in lines
+            for low, high in [(self._extra(compute, checkpointing, a), self._extra(compute, checkpointing, b))]
+        )
+
+    def _extra(self, compute: Compute, checkpointing: Checkpointing, num_rows: int) -> float:
+        found = self._run(compute, checkpointing, self._depths[0], num_rows)
+        return max(0.0, found.backward - found.kept)
 
     def _run(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         key = compute, checkpointing, depth, num_rows
@@ -223,6 +240,7 @@ class Probe:
                 body, forward = live.now - weights, live.most - weights
             kept = live.now - weights  # autocast has freed the copies that no graph holds
             live.forget()
+            _keep_gradients(model, self.parameters.block)
             output.backward(output.detach())
             backward = live.most - weights
             del output
@@ -269,6 +287,21 @@ class Probe:
                 self._heads[key] = Head(live.most - before, live.now - before, 4.0 * weight.numel() * is_trained)
                 del loss
         return self._heads[key]
+
+
+def _keep_gradients(model: Any, num_elements: int) -> None:
+    """Let the next backward pass drop all gradients but the first, of about this many elements."""
+    seen = 0
+
+    def drop(parameter: Tensor) -> None:
+        nonlocal seen
+        if seen >= num_elements:
+            parameter.grad = None
+        seen += parameter.numel()
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
 
 
 def vocabulary_of(config: Config) -> int:

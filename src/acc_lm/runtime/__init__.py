@@ -35,8 +35,10 @@ from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
 from acc_lm.runtime.launch.layout import (
     CONFIGS_BY_SIZE,
+    MAX_FLAT,
     MAX_LIVE,
     NOT_PLANNED,
+    PREFETCHED,
     Compute,
     Placement,
     can_compile,
@@ -74,9 +76,11 @@ __all__ = [
     "COLLECTIVES",
     "CONFIGS_BY_SIZE",
     "COUNT_TRAFFIC",
+    "MAX_FLAT",
     "MAX_LIVE",
     "MEASURED_FILE",
     "NOT_PLANNED",
+    "PREFETCHED",
     "WEIGHT",
     "Compute",
     "Gradients",
