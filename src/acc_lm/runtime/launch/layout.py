@@ -154,6 +154,9 @@ NOT_PLANNED = {
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
+    "sequence_parallel": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "ddp_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "deepspeed_zero3_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
 }
 """The other files of accelerate_configs/, and why no plan is made for them."""
 
