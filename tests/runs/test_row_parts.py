@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import MODELS, Scenario, run_backend, train_curve
-from processes import ROOT, launcher_environment, run_everywhere, run_training
+from processes import ROOT, Finished, Launch, launcher_environment, run_everywhere, run_training
+from test_elastic import at_step
+from test_resume import assert_equal_runs
 
 from acc_lm.config import ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
@@ -280,3 +284,55 @@ def test_a_run_in_parts_is_the_same_run(name: str, data: Path, tiny: list[str], 
         ), others
     if "experts" in name:
         assert "train/router_loss" in others
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+LAUNCHES = {"ddp_sequence": 2, "sequence_parallel": 4, "deepspeed_zero3_sequence": 2}
+
+
+def launch(config: str, arguments: list[str], prepare: Callable[[], object]) -> Finished:
+    """`train.py` on the processes of a config, after `prepare` in each of them; single: one process."""
+
+    def run() -> int:
+        import train
+
+        prepare()
+        return train.main(arguments)
+
+    if config == "single":
+        return Launch(run).wait(60)
+    count = LAUNCHES[config]
+    return Launch(run, count, launcher_environment(CONFIGS / f"{config}.yaml", count)).wait(60)
+
+
+@pytest.mark.parametrize("config", LAUNCHES)
+def test_a_killed_run_in_parts_resumes_bit_for_bit(config: str, tiny: list[str], tmp_path: Path) -> None:
+    """A process dies by kill -9 in the middle of a step, and the others do not wait for its part."""
+    arguments = [*tiny, "training.micro_batch_size=3", "data.sequence_length=31"]
+    assert launch(config, [*arguments, f"output_dir={tmp_path}/whole"], lambda: None).code == 0
+    kill = at_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    codes = launch(config, arguments, kill).codes
+    assert codes[-1] == -signal.SIGKILL
+    assert 0 not in codes
+    finished = launch(config, arguments, lambda: None)
+    assert finished.code == 0, finished.output
+    assert "step-00000003 at step 3" in finished.output
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run", 6)
+
+
+def test_a_run_may_divide_its_rows_anew_at_every_stop(tiny: list[str], tmp_path: Path) -> None:
+    """From engine to engine within an epoch; the curve and the ledger are those of one uninterrupted process."""
+    arguments = [*tiny, "training.micro_batch_size=3", "training.log_every=1"]
+    assert launch("single", [*arguments, f"output_dir={tmp_path}/whole"], lambda: None).code == 0
+    legs = ["single", "sequence_parallel", "ddp_sequence", "single", "deepspeed_zero3_sequence", "single"]
+    for step, config in enumerate(legs, start=1):
+        stop = at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)) if step < len(legs) else lambda: None
+        finished = launch(config, arguments, stop)
+        assert set(finished.codes) == {75 if step < len(legs) else 0}, finished.output
+        notes = finished.output.count("the checkpoint was written with each row on")
+        assert notes == (step > 1 and ("sequence" in config) != ("sequence" in legs[step - 2]))
+    whole, run = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
+    assert all(value <= 1e-6 for value in largest_differences(whole, run).values())
+    ledgers = [json.loads((tmp_path / name / "summary.json").read_text())["ledger"] for name in ("whole", "run")]
+    assert ledgers[0] == ledgers[1]
