@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from backends import MODELS, Scenario, run_backend, train_curve
+from backends import LENGTH, MODELS, Scenario, run_backend, train_curve
 from processes import ROOT, Finished, Launch, launcher_environment, run_everywhere, run_training
 from test_elastic import at_step
 from test_resume import assert_equal_runs
@@ -336,3 +336,75 @@ def test_a_run_may_divide_its_rows_anew_at_every_stop(tiny: list[str], tmp_path:
     assert all(value <= 1e-6 for value in largest_differences(whole, run).values())
     ledgers = [json.loads((tmp_path / name / "summary.json").read_text())["ledger"] for name in ("whole", "run")]
     assert ledgers[0] == ledgers[1]
+
+
+# --- what is sent, and what is kept --------------------------------------------------------------------------------
+
+
+def sent_in_a_step(accelerator: Any, model: Any, optimizer: Any, config: Any) -> dict[str, Any]:
+    """All-to-alls of one step of two micro-batches of 6 rows."""
+    from backends import RaggedRows
+
+    from acc_lm.runtime import Gradients, Traffic, summarize_traffic
+    from acc_lm.training.step import train_step
+
+    batches, gradients = [RaggedRows(12, 1).__getitems__(range(6))] * 2, Gradients(accelerator, model)
+    keywords = {"step": 9, "seed": 0, "num_targets": 96, "max_grad_norm": 1.0, "gradients": gradients}
+    with Traffic() as traffic:
+        train_step(accelerator, model, optimizer, batches, **keywords)
+    assert {call.num_processes for call in traffic.calls if call.kind == "all-to-all"} == {2}
+    return summarize_traffic(traffic.calls)["all-to-all"]
+
+
+@pytest.mark.parametrize("config", ["ddp_sequence", pytest.param("sequence_parallel", marks=pytest.mark.slow)])
+def test_the_bytes_exchanged_in_a_step_are_those_of_the_formula(config: str) -> None:
+    """b x T/S x (2 q + 2 kv) elements in each layer and direction; checkpointing exchanges once more before backward."""
+    scenarios = [
+        Scenario("gpt2", accumulation=2, steps=2),
+        Scenario("llama", accumulation=2, steps=2),
+        Scenario("llama", accumulation=2, steps=2, gradient_checkpointing=True),
+    ]
+    curves = run_backend(config, LAUNCHES[config], scenarios, sent_in_a_step)
+    rows, positions, width, layers, micro_batches, size = 6, LENGTH // 2, 32, 2, 2, 4
+    for curve, shared, times in zip(curves, (width, 2 * width // 2, 2 * width // 2), (2, 2, 3), strict=True):
+        # The only key-value head of llama is sent twice, once for each process.
+        elements = rows * positions * (2 * width + 2 * shared) * layers * micro_batches * times
+        assert curve.extra["bytes"] == elements * size
+        assert curve.extra["ring_bytes"] == elements * size / 2
+        assert curve.extra["calls"] == 4 * layers * micro_batches * times
+
+
+def kept_for_backward() -> int:
+    """Bytes of the tensors that the forward pass keeps for the backward pass, without the weights and their gradients."""
+    from acc_lm.runtime.engines.collectives import PATIENCE
+
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    model = model_of("llama", length=1024, num_attention_heads=4, num_key_value_heads=4)
+    if dist.get_world_size() > 1:
+        model.row_parts.begin(dist.group.WORLD)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape != model.lm_head.weight.shape:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**batch_of(1024, False))
+    loss.backward()
+    return sum(kept.values())
+
+
+def test_the_activations_of_a_process_fall_with_the_number_of_parts() -> None:
+    whole = run_everywhere(
+        kept_for_backward,
+        1,
+        environment={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    )[0]
+    assert whole > 5e6
+    for size in (2, 4):
+        for kept in run_everywhere(kept_for_backward, size):
+            print(size, kept, whole / kept)
+            assert kept == pytest.approx(whole / size, rel=0.1)
