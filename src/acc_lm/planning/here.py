@@ -10,7 +10,7 @@ from acc_lm.errors import ConfigError, MachineError, warn_once
 from acc_lm.planning.hardware import GIB
 from acc_lm.planning.memory import memory_of
 from acc_lm.planning.probe import SWITCH, Probe, vocabulary_of
-from acc_lm.runtime import Placement, current_placement, parts_of_rows, placement_of, split_global_batch
+from acc_lm.runtime import Placement, current_placement, placement_of, split_global_batch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -75,7 +75,7 @@ def _fit(config: Config, placement: Placement, *, only_plain: bool = False) -> F
     import psutil
     import torch
 
-    if parts_of_rows() > 1:  # activations of a part of a row are not planned yet
+    if placement.rows_in_parts > 1:  # activations of a part of a row are not planned yet
         return None
     here = placement.num_processes // placement.num_machines
     devices = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Placement:
     """Share of the computation that communication can run next to."""
     offloads_moments: bool = False
     offloads_weights: bool = False
+    rows_in_parts: int = 1
+    """Processes that share each row."""
 
     @property
     def replicas(self) -> int:
@@ -98,6 +101,7 @@ def current_placement(config: Config) -> Placement:
         2 * stored,
         stored,
         shards=num_processes,
+        rows_in_parts=parts_of_rows(),
     )
     if strategy == "single":
         return replace(found, shards=1)
