@@ -69,6 +69,7 @@ from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import without_launch
+from acc_lm.runtime.settings.grid import parts_of_rows, readers
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
@@ -124,12 +125,14 @@ __all__ = [
     "measure_step",
     "memory_held",
     "on_main",
+    "parts_of_rows",
     "peak_memory_gb",
     "pieces_of",
     "placement_of",
     "prepare",
     "publish_weights",
     "quiet_libraries",
+    "readers",
     "received_over_tcp",
     "refusal",
     "release_gathered",

@@ -17,7 +17,7 @@ from acc_lm.evaluation.held_out import evaluate_all
 from acc_lm.optimization.optimizer import set_learning_rate
 from acc_lm.progress import Progress
 from acc_lm.rows.loader import build_loader
-from acc_lm.runtime import Gradients, measure_step, on_main
+from acc_lm.runtime import Gradients, measure_step, on_main, readers
 from acc_lm.training.divergence import Watch
 from acc_lm.training.step import in_steps, train_step
 
@@ -47,7 +47,7 @@ def try_everything(run: Run) -> None:
         ("load", trial.load),
     )
     try:
-        with run.data.reading(run.plan.order, 0, None, accelerator.process_index, accelerator.num_processes):
+        with run.data.reading(run.plan.order, 0, None, *readers(accelerator)):
             for name, stage in stages:
                 started = time.monotonic()
                 line = f"dry run: {name:9}{stage()}"

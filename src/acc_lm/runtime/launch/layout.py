@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Placement:
     """Share of the computation that communication can run next to."""
     offloads_moments: bool = False
     offloads_weights: bool = False
+    rows_in_parts: int = 1
+    """Processes that share each row."""
 
     @property
     def replicas(self) -> int:
@@ -114,6 +117,7 @@ def current_placement(config: Config) -> Placement:
         held=stored,
         updates=stored,
         shards=num_processes,
+        rows_in_parts=parts_of_rows(),
     )
     if strategy == "single":
         return replace(found, shards=1)
@@ -199,6 +203,9 @@ NOT_PLANNED = {
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
+    "sequence_parallel": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "ddp_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "deepspeed_zero3_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
 }
 """The other files of accelerate_configs/, and why no plan is made for them."""
 
