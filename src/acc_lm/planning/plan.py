@@ -107,7 +107,7 @@ class RunPlan:
     shape: Shape | None
     """Sizes that the speed was computed with; None for models whose speed is not modelled."""
     micro_batch_size: int
-    """That of the recipe, which decides where speed is not modelled."""
+    """Micro-batch of the recipe, which decides where speed is not modelled."""
 
     def best_of_each_config(self) -> list[Candidate]:
         """One candidate of each config: the recommended one, else the simplest of the fastest, else the smallest."""
