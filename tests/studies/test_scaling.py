@@ -379,7 +379,7 @@ def test_the_plan_of_cpu_processes_rests_on_two_launches(monkeypatch: pytest.Mon
     )
 
 
-def test_the_plan_of_gpus_is_scaled_by_one_step_and_marks_what_is_extrapolated(
+def test_the_plan_of_gpus_is_relative_and_marks_what_is_extrapolated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from acc_lm.planning import hardware
@@ -390,7 +390,7 @@ def test_the_plan_of_gpus_is_scaled_by_one_step_and_marks_what_is_extrapolated(
     rows = [scaling.ScalingRow("strong", 1, 8, step_seconds=3.0, speed_up=1, largest_difference={"train/loss": 0.0})]
     rows += [scaling.ScalingRow("weak", n, 8 * n, step_seconds=3.0, speed_up=n) for n in (1, 8, 64, 1024)]
     found, about = scaling_plan.add_plan(rows, of_model(), CONFIGS / "ddp.yaml")
-    assert about == "plan for H100, scaled by the step measured on 1 x"
+    assert about == "plan for H100, as multiples of its speed on 1 x"
     planned = [each.planned for each in found[1:] if each.planned]
     assert [each.speed_up for each in planned] == sorted(each.speed_up for each in planned)
     assert planned[0].speed_up == 1

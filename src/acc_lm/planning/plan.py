@@ -125,7 +125,7 @@ class RunPlan:
     num_tokens: int | None
     """Tokens of the run; None: it ends by epochs, whose tokens are not known before."""
     micro_batch_size: int
-    """That of the recipe, which decides where speed is not modelled."""
+    """Micro-batch of the recipe, which decides where speed is not modelled."""
 
     def best_of_each_config(self) -> list[Candidate]:
         """One candidate of each config: the recommended one, else the simplest of the fastest, else the smallest."""

@@ -133,32 +133,32 @@ def scaling(
             row = _row(kind, count, size, measured[count, size], measured[plan[0][1:]], counts[0])
             rows.append(row)
             print(_line(row), flush=True)
-    apart = [
-        max((row.largest_difference or {"": 0.0}).values()) for row in rows if row.kind == STRONG and not row.problem
-    ]
     for doubt in doubts(rows, counts[0], load):
         notes.append(doubt)
         print(f"warning: {doubt}")
     same = all(row.is_the_same(tolerance) for row in rows)
-    verdict = f"the same losses to {max(apart):.1e}" if same else "NOT the same losses, see above"
-    print(f"strong scaling: {verdict}")
+    print(f"strong scaling: {_verdict(rows) if same else 'NOT the same losses, see above'}")
     rows, curve = add_plan(rows, config, file)
     print(curve)
-    command = _command(recipe, config_file, counts, steps, overrides)
-    _write(
-        output,
-        rows,
-        {
-            "command": command,
-            "load_average_before": load,
-            "steps": steps,
-            "tolerance": tolerance,
-            "notes": notes,
-            "plan": curve,
-        },
-    )
+    about = {
+        "command": _command(recipe, config_file, counts, steps, overrides),
+        "load_average_before": load,
+        "steps": steps,
+        "tolerance": tolerance,
+        "notes": notes,
+        "plan": curve,
+    }
+    _write(output, rows, about)
     print(f"written: {output}, scaling.json, scaling.png")
     return 0 if same else 1
+
+
+def _verdict(rows: Sequence[ScalingRow]) -> str:
+    """Largest difference of the losses of strong scaling."""
+    apart = [
+        max((row.largest_difference or {"": 0.0}).values()) for row in rows if row.kind == STRONG and not row.problem
+    ]
+    return f"the same losses to {max(apart):.1e}"
 
 
 def _write(output: Path, rows: list[ScalingRow], about: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Speed-ups and bytes that `acc-lm plan`'s model predicts for the launches of a scaling study.
 
-    GPUs           all of `planning.speed`, scaled by the measured step of the smallest number of processes
+    GPUs           all of `planning.speed`, relative to the smallest number of processes
     CPU processes  seconds = measured computation, shared by cores + bytes that the plan says are sent / speed of the link
 
 The plan knows no CPU, so two measured steps take the place of its facts: the smallest launch gives the computation, and the
@@ -67,7 +67,7 @@ def add_plan(rows: Sequence[ScalingRow], config: Config, file: Path) -> tuple[li
 def _about(rows: Sequence[ScalingRow], gpu: Gpu | None) -> str:
     first = rows[0].num_processes
     if gpu is not None:
-        return f"plan for {gpu.name}, scaled by the step measured on {first} x"
+        return f"plan for {gpu.name}, as multiples of its speed on {first} x"
     link = _link_of(rows)
     text = f"plan of CPU processes: computation measured on {first} x"
     return f"{text}, link on {link.num_processes} x (strong)" if link else f"{text}, communication taken as free"
@@ -82,15 +82,14 @@ def _on_gpus(
     from acc_lm.runtime import split_global_batch
 
     checkpointing = next(name for name, value in SWITCH.items() if value == config.model.gradient_checkpointing)
-    factor, first, planned = None, 0.0, {}
+    first, planned = 0.0, {}
     for row in rows:
         own = _with_batch(config, row.global_batch_size)
         placement = _placement(own, file, row.num_processes)
         size, accumulation = split_global_batch(own.training, row.num_processes)
         work = work_of(own, placement, size, accumulation, checkpointing, compiled=False)
-        if factor is None:
-            factor = row.step_seconds / step_time(shape, gpu, layout_of(placement), work).total
-        time = step_time(shape, gpu, layout_of(placement), work, calibration=factor)
+        # The measured first step scales all predictions alike, so it narrows the range and changes no speed-up.
+        time = step_time(shape, gpu, layout_of(placement), work, calibration=1.0)
         speed = time.tokens_per_second
         first = first or row.num_processes * speed.middle
         middle, low, high = (row.num_processes * rate / first for rate in (speed.middle, speed.low, speed.high))
