@@ -61,7 +61,7 @@ from acc_lm.runtime.monitoring.bandwidth import (
     time_collective,
     wait_for,
 )
-from acc_lm.runtime.monitoring.live_bytes import LiveBytes
+from acc_lm.runtime.monitoring.live_bytes import LiveBytes, RehearsedBytes
 from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.monitoring.peers import Peers
 from acc_lm.runtime.monitoring.shutdown import close, explain, forget, stop_watching
@@ -94,6 +94,7 @@ __all__ = [
     "Peers",
     "Piece",
     "Placement",
+    "RehearsedBytes",
     "Traffic",
     "bare_model",
     "build_accelerator",

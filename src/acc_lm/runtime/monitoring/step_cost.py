@@ -13,7 +13,7 @@ import torch
 
 from acc_lm.files import write_json
 from acc_lm.runtime.engines.collectives import gather_objects
-from acc_lm.runtime.monitoring.live_bytes import LiveBytes
+from acc_lm.runtime.monitoring.live_bytes import RehearsedBytes
 from acc_lm.runtime.monitoring.traffic import Traffic, summarize_traffic
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def measure_step(accelerator: Accelerator, step: Callable[[], Any]) -> StepCost:
             step()
         held = torch.cuda.max_memory_allocated(device)
     else:
-        live = LiveBytes(unit=1)
+        live = RehearsedBytes(unit=1)
         live.add_existing()
         with traffic, live.counting():
             step()
