@@ -74,7 +74,7 @@ LAUNCHES = re.compile(r"with (\w+) on (\d+)")
 
 
 @cache
-def _probe(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Probe] | None:
+def probe_of(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Probe] | None:
     """A recipe and its model; None for a recipe whose model depends on its text."""
     config = load_config(file, list(overrides))
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def _probe(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Probe] | Non
 
 def memory_of_recipe(file: Path, overrides: list[str], name: str, num_gpus: int) -> MemoryEstimate | None:
     """Memory of each GPU; None for a recipe whose model depends on its text."""
-    found = _probe(file, tuple(overrides))
+    found = probe_of(file, tuple(overrides))
     if found is None:
         return None
     config, probe = found

@@ -17,7 +17,16 @@ from pathlib import Path
 from acc_lm.config.project import read_headers
 
 ROOT = Path(__file__).parent.parent
-VARIANTS = ("multi_node_ddp", "fsdp2_grad_op", "fsdp2_offload", "deepspeed_zero2_offload", "deepspeed_zero1")
+VARIANTS = (
+    "multi_node_ddp",
+    "fsdp2_grad_op",
+    "fsdp2_offload",
+    "deepspeed_zero1",
+    "deepspeed_zero2_offload",
+    "deepspeed_zero3_offload",
+    "ddp_sequence",
+    "deepspeed_zero3_sequence",
+)
 """Cases of docs/promises/parity.md that the README leaves out."""
 
 

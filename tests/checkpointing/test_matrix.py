@@ -15,9 +15,15 @@ ENGINES = {
     "single": ("single", 1), "ddp x2": ("ddp", 2), "fsdp2 x2": ("fsdp2", 2), "hsdp 2x2": ("hsdp", 4),
     "deepspeed_zero1 x2": ("deepspeed_zero1", 2), "deepspeed_zero2 x2": ("deepspeed_zero2", 2),
     "deepspeed_zero3 x2": ("deepspeed_zero3", 2), "deepspeed_zero3_offload x2": ("deepspeed_zero3_offload", 2),
+    "ddp_sequence x2": ("ddp_sequence", 2), "sequence_parallel 2x2": ("sequence_parallel", 4),
+    "deepspeed_zero3_sequence x2": ("deepspeed_zero3_sequence", 2),
 }  # fmt: skip
 FEW = {name: ENGINES[name] for name in ("single", "fsdp2 x2", "deepspeed_zero2 x2", "deepspeed_zero3 x2")}
 """One engine for each way to hold parameters and moments: unsharded, in shards of each tensor, in shards of a flat group, in flat shards of each."""
+IN_PARTS = {
+    name: ENGINES[name] for name in ("single", "deepspeed_zero2 x2", *(name for name in ENGINES if "sequence" in name))
+}
+"""Engines whose processes share rows, and two whose processes do not."""
 HALF = STEPS // 2
 
 Engines = dict[str, tuple[str, int]]
@@ -62,6 +68,10 @@ def check(matrix: dict[str, dict[str, tuple[float, bool]]], bound: float, engine
 
 def test_one_engine_of_each_kind_resumes_from_any_other(tmp_path: Path) -> None:
     check(whole_matrix(Scenario("gpt2"), tmp_path, FEW), TOLERANCE["no"]["train/loss"], FEW)
+
+
+def test_rows_in_parts_resume_from_complete_ones_and_back(tmp_path: Path) -> None:
+    check(whole_matrix(Scenario("llama", accumulation=2), tmp_path, IN_PARTS), TOLERANCE["no"]["train/loss"], IN_PARTS)
 
 
 @pytest.mark.slow

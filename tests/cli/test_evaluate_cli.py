@@ -164,6 +164,7 @@ def test_a_merged_adapter_scores_as_the_adapter_does(adapter_run: Path, folder: 
         ("fsdp2", 2),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
         pytest.param("deepspeed_zero3", 2, marks=pytest.mark.slow),
+        pytest.param("sequence_parallel", 4, marks=pytest.mark.slow),
     ],
 )
 def test_any_launch_writes_the_same_rows_once(

@@ -17,7 +17,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(("config", "num_processes"), [("single", 1), ("fsdp2", 2), ("deepspeed_zero3", 2)])
+@pytest.mark.parametrize(
+    ("config", "num_processes"),
+    [("single", 1), ("fsdp2", 2), ("deepspeed_zero3", 2), pytest.param("sequence_parallel", 4, marks=pytest.mark.slow)],
+)
 def test_the_newest_checkpoint_is_evaluated_and_nothing_else_changes(
     config: str, num_processes: int, tiny: list[str], tmp_path: Path
 ) -> None:

@@ -56,7 +56,7 @@ def generated(run: Path, prompts: list[Any], num_tokens: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("config", "micro"),
-    [("", 2), ("fsdp2", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ddp", "deepspeed_zero2", "deepspeed_zero3"))],
+    [("", 2), ("fsdp2", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ddp", "deepspeed_zero2", "deepspeed_zero3", "ddp_sequence"))],
 )  # fmt: skip
 def test_samples_are_what_generation_gives(config: str, micro: int, tiny: list[str], tmp_path: Path) -> None:
     run, num_processes = tmp_path / "run", 2 if config else 1

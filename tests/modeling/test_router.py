@@ -185,7 +185,7 @@ def test_padding_does_not_count() -> None:
 def test_even_routing_costs_the_number_of_choices() -> None:
     assert float(balance(torch.tensor([6, 6, 6, 6]), torch.tensor([3.0, 3.0, 3.0, 3.0]), 2)) == 2.0
     logits = torch.eye(4).repeat(3, 1)[:, [1, 0, 3, 2]] * 9
-    choices, probabilities = routing_sums((logits,), 1, torch.zeros(2, 6, dtype=torch.int64))
+    choices, probabilities = routing_sums((logits,), 1, torch.ones(2, 6, dtype=torch.bool))
     assert choices.tolist() == [3, 3, 3, 3]
     assert float(balance(choices, probabilities, 1)) == pytest.approx(1.0)
 

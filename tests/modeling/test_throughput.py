@@ -28,7 +28,7 @@ from acc_lm.config import AdapterConfig, ModelConfig, TokenizerConfig
 from acc_lm.config.loading import load_config
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.adapter import add_adapter
-from acc_lm.modeling.attention import CAUSAL_WITHOUT_MASK
+from acc_lm.modeling.attention import CAUSAL_WITHOUT_MASK, register_attention
 from acc_lm.modeling.build import build_model, flops_of_model
 from acc_lm.modeling.flops import Flops, flops_of, peak_of
 from acc_lm.reporting.trace import STEP, STEP_PARTS, joined, look_at, operators, split, without
@@ -104,6 +104,7 @@ def test_a_token_of_a_known_model_costs_what_is_published(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape, length, expected = PUBLISHED[name]
+    register_attention()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
     flops = flops_of_model(model, CAUSAL_WITHOUT_MASK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 from processes import ROOT
 
+from acc_lm.cli.train import run_to_its_end
 from acc_lm.config import Config
-from acc_lm.errors import ConfigError, MachineError
+from acc_lm.errors import ConfigError, MachineError, OutOfMemoryError
 from acc_lm.planning import here
 from acc_lm.planning.hardware import GIB, GPUS, gpus_here
 from acc_lm.planning.here import memory_here, warn_of_memory
@@ -105,3 +108,35 @@ def test_a_model_that_scans_its_rows_is_not_measured_at_a_start(gpus: Any, monke
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), is_main_process=True)
     warn_of_memory(on_gpu, Config.model_validate(given))
     assert not measured
+
+
+def test_an_error_of_memory_says_what_was_predicted_and_used(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(config_of().model_dump_json(include={"model", "data", "training"}))
+    words = ["--config", str(file), f"output_dir={tmp_path}/run"]
+
+    def train(config: Config, *_: Any) -> int:
+        raise errors[0]
+
+    low: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    errors = [low]
+    assert run_to_its_end(train, words, file) == 9
+    assert "predicted" not in capsys.readouterr().err  # no GPU
+    gpus("NVIDIA A10G", 22.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 21 * GIB)
+    for errors[0] in (low, OutOfMemoryError("the memory must hold a step, got: none; buy some")):
+        assert run_to_its_end(train, words, file) == 9
+        line, *problems = capsys.readouterr().err.strip().splitlines()
+        found = re.fullmatch(
+            r"memory: ([\d.]+) to ([\d.]+) GiB of each GPU predicted by acc-lm plan, 21.0 GiB of tensors used, 22.0 GiB there",
+            line,
+        )
+        assert found, line
+        assert 1 < float(found[1]) < float(found[2]) < 22, line
+        assert problems[0].startswith("error: the memory must hold")
+    monkeypatch.setattr(here, "memory_of", lambda *_: 1 / 0)
+    errors[0] = ValueError("something else")
+    assert run_to_its_end(train, words, file) == 1

@@ -128,6 +128,7 @@ def test_the_table_says_what_to_take_and_why(recipes: dict[str, list[str]], caps
     assert "--num_processes 8" in command
     assert "model.gradient_checkpointing=selective" in command
     assert "cost" in lines[5]
+    assert any(line.startswith("  energy ") and "kWh at most" in line for line in lines)
 
 
 def test_pins_choose_one_config_and_micro_batch(
@@ -137,6 +138,10 @@ def test_pins_choose_one_config_and_micro_batch(
     _, found = planned([*recipes["8B"], *pins], capsys)
     assert {(row["config"], row["micro_batch_size"]) for row in found["rows"]} == {("fsdp2", 2)}
     assert len(found["rows"]) == 6  # three kinds of checkpointing, compiled or not
+    for row in found["rows"]:
+        hours = 1000 * 128 * 8192 / row["tokens_per_second"]["low"] / 3600
+        assert row["hours"]["high"] == pytest.approx(hours)
+        assert row["most_kwh"] == pytest.approx(hours * 8 * 0.7)
     by_kind = {row["gradient_checkpointing"]: row["memory_gib"]["tensors"] for row in found["rows"]}
     assert by_kind["no"] > by_kind["selective"] > by_kind["full"]
 

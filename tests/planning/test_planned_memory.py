@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import ROOT, run_everywhere
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,8 +14,9 @@ from acc_lm.config import Config
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.losses import as_on_gpu, summed_loss
 from acc_lm.planning.memory import memory_of
-from acc_lm.planning.probe import SWITCH, Checkpointing, LiveBytes, Probe
-from acc_lm.runtime import placement_of
+from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
+from acc_lm.runtime import LiveBytes, placement_of
+from benchmarks.whole_runs import whole_run, whole_sharded_run
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
@@ -57,31 +55,6 @@ def placed(name: str, num_processes: int, config: Config) -> Any:
     return placement_of(ROOT / f"accelerate_configs/{name}.yaml", num_processes, 1, config)
 
 
-def whole_run(config: Config, checkpointing: Checkpointing, accumulation: int, *, fake: bool) -> float:
-    """The most bytes of tensors in the second step of a single process."""
-    probe = Probe(config, 0, on_gpu=fake)
-    autocasts = config.training.mixed_precision == "bf16"
-    with FakeTensorMode() if fake else contextlib.nullcontext(), as_on_gpu() if fake else contextlib.nullcontext():
-        model = probe._build(probe.num_blocks, torch.float32, checkpointing).model
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-        ids = torch.zeros(config.training.micro_batch_size, config.data.sequence_length, dtype=torch.int64)
-        live = LiveBytes()
-        for tensor in (*model.parameters(), *model.buffers()):
-            live.add(tensor)
-        with live.counting():
-            for _ in range(2):
-                live.forget()
-                for _ in range(accumulation):
-                    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-                        loss = model(input_ids=ids, targets=ids)
-                    loss.backward()
-                    del loss
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                most = live.most
-    return most
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", SWITCH)
 def test_one_process_needs_what_a_whole_run_on_fake_tensors_holds(model: str, checkpointing: Checkpointing) -> None:
@@ -90,7 +63,7 @@ def test_one_process_needs_what_a_whole_run_on_fake_tensors_holds(model: str, ch
     assert len(probe._depths) == (2 if model != "gpt2" or probe.num_blocks > 3 else 1)
     for accumulation in (1, 2):
         found = memory_of(probe, placed("single_gpu", 1, config), 8, accumulation, checkpointing)
-        whole = whole_run(config, checkpointing, accumulation, fake=True)
+        whole = whole_run(probe, config, checkpointing, accumulation, fake=True)
         assert abs(found.tensors / whole - 1) < 0.03
         assert sum(found.parts.values()) == pytest.approx(found.tensors)
         assert found.tensors < found.low < found.high
@@ -101,53 +74,15 @@ def test_one_process_needs_what_a_real_run_holds(precision: str) -> None:
     """With the branches of a CPU, because the run is on one."""
     config = config_of(LLAMA | {"num_hidden_layers": 4}, precision, length=128, rows=4)
 
+    probe = Probe(config, 0, on_gpu=False)
+
     def here() -> list[float]:
         torch.set_num_threads(1)
-        return [whole_run(config, checkpointing, 2, fake=False) for checkpointing in SWITCH]
+        return [whole_run(probe, config, checkpointing, 2, fake=False) for checkpointing in SWITCH]
 
-    probe = Probe(config, 0, on_gpu=False)
     for checkpointing, real in zip(SWITCH, run_everywhere(here)[0], strict=True):
         found = memory_of(probe, placed("single_gpu", 1, config), 4, 2, checkpointing)
         assert abs(found.tensors / real - 1) < 0.02, checkpointing
-
-
-def whole_sharded_run(config: Config, num_processes: int, checkpointing: Checkpointing, reshards: bool) -> float:
-    """The most bytes on rank 0 in the second step of real `fully_shard`, on fake tensors and a fake process group."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    probe = Probe(config, 0)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
-    try:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        mesh = init_device_mesh("cpu", (num_processes,))
-        with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpu():
-            model: Any = probe._build(probe.num_blocks, torch.float32, checkpointing).model
-            for block in getattr(model.base_model, "layers", None) or model.base_model.h:
-                fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-            fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-            ids = torch.zeros(config.training.micro_batch_size, config.data.sequence_length, dtype=torch.int64)
-            gc.collect()
-            live = LiveBytes()
-            for parameter in model.parameters():
-                live.add(parameter._local_tensor)
-            for buffer in model.buffers():
-                live.add(buffer)
-            with live.counting():
-                for _ in range(2):
-                    live.forget()
-                    for _ in range(2):
-                        loss = model(input_ids=ids, targets=ids)
-                        loss.backward()
-                        del loss
-                    most = live.most
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-    finally:
-        dist.destroy_process_group()
-    return most
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2, WIDE], ids=["llama", "gpt2", "wide"])
@@ -155,15 +90,18 @@ def test_shards_need_what_real_sharding_on_a_fake_process_group_holds(shape: dic
     config = config_of(shape, length=512)
     cases = [(name, checkpointing) for name in ("fsdp2", "fsdp2_grad_op") for checkpointing in SWITCH]
 
-    def here() -> list[float]:
-        return [whole_sharded_run(config, 8, checkpointing, name == "fsdp2") for name, checkpointing in cases]
-
     probe = Probe(config, 0)
+
+    def here() -> list[float]:
+        return [
+            whole_sharded_run(probe, config, 8, checkpointing, 2, reshards=name == "fsdp2")
+            for name, checkpointing in cases
+        ]
+
     for (name, checkpointing), whole in zip(cases, run_everywhere(here)[0], strict=True):
         found = memory_of(probe, placed(name, 8, config), 8, 2, checkpointing)
-        # Wide layers with few rows and selective checkpointing are the worst case known, 6 % too low.
-        limit = 0.065 if shape is WIDE and checkpointing == "selective" else 0.03
-        assert abs(found.tensors / whole - 1) < limit, f"{name}, {checkpointing}"
+        print(name, checkpointing, found.tensors / whole)
+        assert abs(found.tensors / whole - 1) < 0.03, f"{name}, {checkpointing}"
 
 
 def test_depth_and_rows_extend_the_probe_as_a_whole_model_would_need() -> None:
@@ -250,3 +188,17 @@ def test_models_whose_shapes_need_their_tokens_are_refused_by_name() -> None:
     config = config_of(EXPERTS, "no")
     with pytest.raises(ConfigError, match=r"got mixtral: .*; measure it with --dry-run"):
         Probe(config, 0).phases(1, "no", compute="own")
+
+
+def test_a_tensor_counts_from_before_the_first_operation_that_reads_it() -> None:
+    old, live = torch.zeros(1000), LiveBytes(unit=1)
+    with live.counting():
+        new = torch.zeros(9000)
+        assert live.most == 36000
+        del new
+        old.add_(1)  # was there all the time, next to the new one
+    assert (live.now, live.most) == (4000, 40000)
+    again = LiveBytes(unit=1)
+    again.add_existing()
+    assert again.now >= 4000
+    del old

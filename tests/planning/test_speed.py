@@ -112,12 +112,12 @@ def test_bytes_sent_are_those_of_the_table_of_strategies(count: int) -> None:
 def test_the_layout_of_each_config_is_the_one_above() -> None:
     """The layouts above, of the files in accelerate_configs/ in bf16; with offloads, and in fp32 twice the weights."""
     from acc_lm.config.loading import load_config
-    from acc_lm.planning.plan import _layout
+    from acc_lm.planning.plan import layout_of
     from acc_lm.runtime import placement_of
 
     def read(name: str, count: int, *overrides: str, machines: int = 1) -> Layout:
         config = load_config(ROOT / "recipes/quickstart.yaml", ["training.mixed_precision=bf16", *overrides])
-        return _layout(placement_of(ROOT / f"accelerate_configs/{name}.yaml", count, machines, config))
+        return layout_of(placement_of(ROOT / f"accelerate_configs/{name}.yaml", count, machines, config))
 
     files = {"one": "single_gpu", "zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3"}
     for name, of in LAYOUTS.items():

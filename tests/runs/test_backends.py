@@ -64,7 +64,9 @@ def test_more_processes_follow_the_curve_too(name: str) -> None:
         compare(scenario, expected, got, TOLERANCE["no"])
 
 
-@pytest.mark.parametrize("name", in_part(BACKENDS, "fsdp2_grad_op x2", "deepspeed_zero3_full x2"))
+@pytest.mark.parametrize(
+    "name", in_part(BACKENDS, "fsdp2_grad_op x2", "deepspeed_zero3_full x2", "deepspeed_zero3_sequence x2")
+)
 def test_every_backend_follows_the_curve_of_one_process(name: str) -> None:
     """20 steps, ragged targets, tied and untied, accumulation 1 and 4, activation checkpointing on and off."""
     assert TIED == {"gpt2": True, "llama": False}
@@ -78,7 +80,9 @@ def test_activation_checkpointing_and_accumulation_change_nothing() -> None:
     assert all(difference <= TOLERANCE["no"][name] for name, difference in differences.items())
 
 
-@pytest.mark.parametrize("name", in_part(["ddp x2", "ddp x3", "fsdp2 x2", "hsdp 2x2"], "ddp x3", "hsdp 2x2"))
+@pytest.mark.parametrize(
+    "name", in_part(["ddp x2", "ddp x3", "fsdp2 x2", "hsdp 2x2", "ddp_sequence x2"], "ddp x3", "hsdp 2x2")
+)
 def test_in_float64_only_rounding_remains(name: str) -> None:
     """Llama's RMSNorm computes in float32 whatever the model is in."""
     for scenario, expected, got in zip(
@@ -101,6 +105,7 @@ def test_deepspeed_does_not_take_float64(tiny: list[str]) -> None:
 @pytest.mark.parametrize("name", in_part(
     [name for name in BACKENDS if name not in ("fsdp2_offload x2", "deepspeed_zero3_full x2")],
     "ddp x3", "fsdp2_grad_op x2", "hsdp 2x2", "deepspeed_zero1 x2", "deepspeed_zero2 x2", "deepspeed_zero2_offload x2", "deepspeed_zero3_offload x2",
+    "ddp_sequence x2", "sequence_parallel 2x2", "deepspeed_zero3_sequence x2",
 ))  # fmt: skip
 def test_bf16_stays_within_its_band(name: str) -> None:
     """fp32 master weights, losses in fp32: a loss rounded to 16 bits would be off by 1e-3."""
@@ -195,7 +200,10 @@ def test_the_collectives_of_a_step() -> None:
 
 # --- all of train.py -----------------------------------------------------------------------------------------------
 
-LAUNCHES = {**BACKENDS, "single": ("single", 1)}
+LAUNCHES = {
+    name: launch for name, launch in BACKENDS.items() if name not in ("ddp_sequence x2", "deepspeed_zero3_sequence x2")
+}
+LAUNCHES |= {"single": ("single", 1)}
 
 
 def environment_of(config: str, num_processes: int) -> dict[str, str]:
@@ -209,15 +217,20 @@ def environment_of(config: str, num_processes: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name",
     in_part(
-        LAUNCHES, "ddp x3", "fsdp2_grad_op x2", "fsdp2_offload x2", "deepspeed_zero1 x2", "deepspeed_zero2_offload x2"
+        LAUNCHES,
+        "ddp x3",
+        "fsdp2_grad_op x2",
+        "fsdp2_offload x2",
+        "deepspeed_zero1 x2",
+        "deepspeed_zero2_offload x2",
     ),
 )
 def test_a_dry_run_does_everything_once_and_keeps_nothing(name: str, tiny: list[str], tmp_path: Path) -> None:
     config, num_processes = LAUNCHES[name]
     finished = run_training([*tiny, "--dry-run"], num_processes, environment_of(config, num_processes))
     lines = [line for line in finished.output.splitlines() if line.startswith("dry run: ")]
-    assert [line.split()[2] for line in lines] == ["step", "evaluate", "save", "load", "everything"]
-    assert "every tensor is restored bit for bit" in lines[3]
+    assert [line.split()[2] for line in lines] == ["step", "evaluate", "save", "measure", "load", "everything"]
+    assert "every tensor is restored bit for bit" in lines[4]
     assert f"strategy      {STRATEGY[config][0]}, {num_processes} process" in finished.output
     assert not (tmp_path / "run").exists()
 

@@ -80,8 +80,10 @@ def handed_over(config: str, precision: str, **distributed: Any) -> dict[str, An
 
 
 @pytest.mark.slow
-def test_ddp_on_gpus_gets_the_recipes_arguments() -> None:
-    seen = handed_over("ddp", "bf16", bucket_cap_mb=50, static_graph=True, comm_hook="fp16")
+@pytest.mark.parametrize(("config", "parts"), [("ddp", 1), ("ddp_sequence", 2)])
+def test_ddp_on_gpus_gets_the_recipes_arguments(config: str, parts: int) -> None:
+    seen = handed_over(config, "bf16", bucket_cap_mb=50, static_graph=True, comm_hook="fp16")
+    assert seen["parts"] == parts
     assert seen["ddp"] == {
         "device_ids": [0], "output_device": 0, "bucket_cap_mb": 50, "gradient_as_bucket_view": True, "static_graph": True
     }  # fmt: skip
@@ -93,6 +95,7 @@ CASES = {
     "zero2 fp32": ("deepspeed_zero2", "no", {"stage": 2}),
     "zero2 offload bf16": ("deepspeed_zero2_offload", "bf16", {"stage": 2, "offload_optimizer": "cpu"}),
     "zero3 bf16": ("deepspeed_zero3", "bf16", {"stage": 3}),
+    "zero3 in parts bf16": ("deepspeed_zero3_sequence", "bf16", {"stage": 3}),
     "zero3 offload bf16": ("deepspeed_zero3_offload", "bf16", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
     "zero3 by hand bf16": ("deepspeed_zero3_full", "bf16", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
 }  # fmt: skip
@@ -105,7 +108,8 @@ def test_deepspeed_on_gpus_gets_the_recipes_config(case: str) -> None:
     seen = handed_over(config, precision)
     settings, zero = seen["deepspeed"], seen["deepspeed"]["zero_optimization"]
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    assert [settings[name] for name in sizes] == [16, 1, 2, 0.7]
+    parts = 2 if "parts" in case else 1  # to DeepSpeed, a part of a row is a row
+    assert [settings[name] for name in sizes] == [16 * parts, 1, 2 * parts, 0.7]
     assert [settings.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")] == [
         precision == "bf16",
         precision == "fp16",

@@ -144,8 +144,11 @@ def by_hand(**settings: Any) -> dict[str, Any]:
     return {"by_hand": {"zero_optimization": {"stage": 2}} | settings}
 
 
-def parallel(**sizes: int) -> dict[str, Any]:
-    return FSDP | {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
+DDP = {"distributed_type": "MULTI_GPU"}
+
+
+def parallel(engine: dict[str, Any] = FSDP, **sizes: int) -> dict[str, Any]:
+    return engine | {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
 
 
 def compiled(**settings: Any) -> dict[str, Any]:
@@ -178,8 +181,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "FSDP1 by default": (FSDP | {"fsdp_config": {"fsdp_offload_params": False}}, [], 2, "fsdp_version must be 2, got 1"),
     "a second switch": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], 2, "fsdp_activation_checkpointing must be false in the Accelerate config, got true; the recipe has one switch"),
     "tensor parallel": (parallel(tp=2), [], 2, "parallelism_config_tp_size must be 1, got 2"),
-    "context parallel": (parallel(cp=2), [], 2, "parallelism_config_cp_size must be 1, got 2"),
-    "sequence parallel": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}, [], 2, "parallelism_config_sp_size must be 1, got 2"),
+    "rows cut twice": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "2"}, [], 4, "only one of parallelism_config_cp_size and parallelism_config_sp_size must be above 1, got 2 and 2"),
+    "parts of layers and rows": (parallel(tp=2, sp=2), [], 4, "parallelism_config_tp_size must be 1, got 2"),
+    "parts for fewer processes": (parallel(DDP, sp=2), [], 3, "parallelism_config_sp_size must divide the number of processes 3, got 2"),
+    "parts in a mesh for fewer processes": (parallel(dp_shard=2, sp=2), [], 2, "got dp_replicate_size 1 x dp_shard_size 2 x sp_size 2 for 2 processes"),
+    "parts and copies of another size": (parallel(DDP, dp_replicate=4, sp=2), [], 4, "a parallelism_config must come with use_fsdp, got dp_replicate_size 4 x dp_shard_size 1 under ddp for 4 processes"),
+    "parts and shards without shards": (parallel(DDP, dp_shard=2, sp=2), [], 4, "got dp_replicate_size 1 x dp_shard_size 2 under ddp for 4 processes"),
+    "parts and copies of a sharding engine": (parallel(DEEPSPEED, dp_replicate=2, sp=2), [], 4, "got dp_replicate_size 2 x dp_shard_size 1 under deepspeed_zero2 for 4 processes"),
+    "a mesh of a sharding engine": (parallel(DEEPSPEED, dp_shard=2), [], 2, "got dp_replicate_size 1 x dp_shard_size 2 under deepspeed_zero2 for 2 processes"),
     "a mesh for more processes": (parallel(dp_replicate=2, dp_shard=2), [], 2, "parallelism_config must multiply to the number of processes, got dp_replicate_size 2 x dp_shard_size 2 for 2 processes"),
     "a mesh for fewer processes": (parallel(dp_shard=2), [], 3, "got dp_replicate_size 1 x dp_shard_size 2 for 3 processes"),
     "a mesh without FSDP": ({"distributed_type": "MULTI_GPU", **{k: v for k, v in parallel(dp_shard=2).items() if k == "parallelism_config"}}, [], 2, "a parallelism_config must come with use_fsdp"),
@@ -248,6 +257,10 @@ FIND = "training.find_micro_batch_size=true"
 REFUSED_RECIPES: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "another model's block": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}}, [], 4, "fsdp_transformer_layer_cls_to_wrap must name a class of the model, got BertLayer; leave it out, the model's own is LlamaDecoderLayer"),
     "a size that is told once": (DEEPSPEED, [FIND], 2, "training.find_micro_batch_size must be false under DeepSpeed, which fixes the size when it is built"),
+    "a search that hangs in a part": (parallel(DDP, sp=2), [FIND], 2, "training.find_micro_batch_size must be false with rows in parts, where a process that runs out of memory leaves the others waiting for its part"),
+    "heads that do not divide": (parallel(DDP, sp=2), ["model.config={model_type: llama, hidden_size: 24, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 3, num_key_value_heads: 3}"], 2, "parallelism_config_sp_size must divide the 3 attention heads of the model, and divide or be a multiple of its 3 key-value heads, got 2; nearest: 1 or 3"),
+    "a window in parts": (parallel(DDP, sp=2), ["model.config={model_type: mistral, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, sliding_window: 8}"], 2, "parallelism_config_sp_size must be 1 for a model of type mistral, got 2 for attention that needs sliding_window"),
+    "a recurrent model in parts": (parallel(DDP, sp=2), ["model.config={model_type: mamba, hidden_size: 16, state_size: 8, num_hidden_layers: 1}"], 2, "parallelism_config_sp_size must be 1 for a model of type mamba, got 2 for attention that needs its own code"),
     "a search that hangs": (FSDP, [FIND], 2, "training.find_micro_batch_size must be false under fsdp2, where a process that runs out of memory leaves the others waiting"),
     "buckets that mix": ({"distributed_type": "MULTI_GPU"}, ["distributed.comm_hook=power_sgd", WIDE], 4, "distributed.bucket_cap_mb must put all gradients into one bucket"),
     "no text": ({"distributed_type": "MULTI_GPU"}, ["data.files=[/nowhere/text.jsonl]"], 3, "data.files must name an existing file or folder, got '/nowhere/text.jsonl'"),

@@ -162,7 +162,7 @@ def test_a_collective_that_is_wrong_is_not_timed() -> None:
         dist.init_process_group("gloo")
         said = []
         for kind in COLLECTIVES:
-            for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
                 setattr(dist, name, lambda *tensors: None)
             try:
                 time_collective(kind, 4096, torch.device("cpu"), 1)
@@ -171,7 +171,7 @@ def test_a_collective_that_is_wrong_is_not_timed() -> None:
         dist.barrier()  # the process that ends first must not take the store from the other
         return said
 
-    kinds = ("all-reduce", "all-gather", "reduce-scatter")
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
     assert run_everywhere(run, 2) == [[f"{kind} of 4096 bytes gave a wrong result" for kind in kinds]] * 2
 
 

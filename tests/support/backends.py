@@ -27,6 +27,7 @@ BACKENDS = {
     "deepspeed_zero1 x2": ("deepspeed_zero1", 2), "deepspeed_zero2 x2": ("deepspeed_zero2", 2),
     "deepspeed_zero2_offload x2": ("deepspeed_zero2_offload", 2), "deepspeed_zero3 x2": ("deepspeed_zero3", 2),
     "deepspeed_zero3_offload x2": ("deepspeed_zero3_offload", 2), "deepspeed_zero3_full x2": ("deepspeed_zero3_full", 2),
+    "ddp_sequence x2": ("ddp_sequence", 2), "sequence_parallel 2x2": ("sequence_parallel", 4), "deepspeed_zero3_sequence x2": ("deepspeed_zero3_sequence", 2),
 }  # fmt: skip
 STRATEGY = {
     "single": ("single", "LM"), "ddp": ("ddp", "DistributedDataParallel"),
@@ -35,6 +36,7 @@ STRATEGY = {
     "deepspeed_zero2_offload": ("deepspeed_zero2", "DeepSpeedEngine"), "deepspeed_zero3": ("deepspeed_zero3", "DeepSpeedEngine"),
     "deepspeed_zero3_offload": ("deepspeed_zero3", "DeepSpeedEngine"), "deepspeed_zero3_full": ("deepspeed_zero3", "DeepSpeedEngine"),
     "deepspeed_zero3_nvme": ("deepspeed_zero3", "DeepSpeedEngine"),
+    "ddp_sequence": ("ddp", "DistributedDataParallel"), "sequence_parallel": ("fsdp2", "FSDP"), "deepspeed_zero3_sequence": ("deepspeed_zero3", "DeepSpeedEngine"),
 }  # fmt: skip
 
 
@@ -76,6 +78,7 @@ class Curve:
     """Digest of the weights before the first step."""
     end: str
     """Digest of the weights after the last step."""
+    rows_in_parts: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,8 +111,9 @@ class RaggedRows(torch.utils.data.Dataset):
 
 def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
     from acc_lm.config import Config
+    from acc_lm.runtime import parts_of_rows
 
-    micro = GLOBAL_BATCH // (num_processes * scenario.accumulation)
+    micro = GLOBAL_BATCH * parts_of_rows() // (num_processes * scenario.accumulation)
     values: dict[str, Any] = {
         "output_dir": "unused",
         "seed": seed,
@@ -184,8 +188,8 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     micro, accumulation = runtime.split_global_batch(config.training, num_processes)
     assert accumulation == scenario.accumulation
     batches = MicroBatches(
-        order, micro_batch_size=micro, process=accelerator.process_index,
-        num_processes=num_processes, first_step=progress.step + 1, last_step=scenario.steps,
+        order, micro_batch_size=micro, process=runtime.readers(accelerator)[0],
+        num_processes=runtime.readers(accelerator)[1], first_step=progress.step + 1, last_step=scenario.steps,
     )  # fmt: skip
     runtime.warm_up(accelerator, model, rows.__getitems__([0]))
     metrics: dict[int, dict[str, float]] = {}
@@ -215,7 +219,8 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     extra = probe(accelerator, model, optimizer, config) if probe else {}
     _forget(accelerator)
     return Curve(
-        identity.strategy, identity.engine, identity.num_processes, identity.precision, metrics, progress.ledger, start, end, extra
+        identity.strategy, identity.engine, identity.num_processes, identity.precision, metrics, progress.ledger, start, end,
+        identity.rows_in_parts, extra,
     )  # fmt: skip
 
 
@@ -333,6 +338,7 @@ def run_backend(
     for curve in curves:
         strategy, engine = STRATEGY[Path(config).stem]
         assert (curve.strategy, curve.num_processes) == (strategy, num_processes), curve
+        assert curve.rows_in_parts == (2 if "sequence" in Path(config).stem else 1), curve
         assert engine in curve.engine, curve.engine
     for others in per_process[1:]:
         for curve, other in zip(curves, others, strict=True):

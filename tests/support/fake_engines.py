@@ -78,6 +78,7 @@ def main(recipe: dict[str, Any]) -> None:
         model, _ = build_model(config.model, tokenizer, config.data.sequence_length, 0)
         with contextlib.suppress(Handed):
             runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
+            seen["parts"] = model.row_parts.size
         seen["device"] = str(accelerator.device)
     print("\n" + json.dumps(seen, default=str))
 

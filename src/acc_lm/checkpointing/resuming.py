@@ -32,7 +32,7 @@ from acc_lm.files import write_json
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, RECIPE
 from acc_lm.run_files.summary import read_json_file, read_summary
-from acc_lm.runtime import Identity, close, environment, on_main
+from acc_lm.runtime import Identity, close, environment, on_main, parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from acc_lm.data import Data
 
-STARTED_ON = ("strategy", "engine", "num_processes", "precision", "device", "threads")
+STARTED_ON = ("strategy", "engine", "num_processes", "rows_in_parts", "precision", "device", "threads")
 """Parts of the identity that may change with each start of a run."""
 
 
@@ -90,11 +90,23 @@ def check_same_recipe(
         )
     if any(old["training"][key] != new["training"][key] for key in ("max_steps", "num_epochs")):
         notes.append("the length of the run changed: the schedule of the new length applies from here on")
+    return notes + _notes_of_another_launch(checkpoint, num_processes)
+
+
+def _notes_of_another_launch(checkpoint: Checkpoint, num_processes: int) -> list[str]:
+    """Lines about differences of the launch that change the rounding."""
+    notes = []
     before = checkpoint.state["num_processes"]
     if before != num_processes:
         notes.append(
             f"the checkpoint was written by {before} process{'es' * (before != 1)}, now {num_processes}: "
             "the same rows and rates, losses equal to rounding, not bit for bit"
+        )
+    was_cut, is_cut = checkpoint.state.get("rows_in_parts", 1), parts_of_rows()
+    if was_cut != is_cut:
+        notes.append(
+            f"the checkpoint was written with each row on {was_cut} process{'es' * (was_cut != 1)}, now on {is_cut}: "
+            "losses equal to rounding, not bit for bit"
         )
     if checkpoint.state["threads"] != torch.get_num_threads():
         notes.append(

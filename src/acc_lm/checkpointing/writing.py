@@ -24,7 +24,7 @@ from acc_lm.files import flush, make_readable, storage_errors
 from acc_lm.modeling.adapter import base_checksum
 from acc_lm.progress import Progress
 from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, STATE
-from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main
+from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main, parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,6 +54,7 @@ def state_of(
         "num_updates": count_updates(optimizer),
         "recipe": config.model_dump(mode="json"),
         "num_processes": accelerator.num_processes,
+        "rows_in_parts": parts_of_rows(),
         "mixed_precision": accelerator.mixed_precision,
         "threads": torch.get_num_threads(),
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,

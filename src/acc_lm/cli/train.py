@@ -22,7 +22,7 @@ from acc_lm.config.loading import dump_config, load_config
 from acc_lm.config.messages import FOREIGN_NAMES
 from acc_lm.config.project import training_script
 from acc_lm.config.reference import help_text
-from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, Preempted, UserError, print_problems
+from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, OutOfMemoryError, Preempted, UserError, print_problems
 from acc_lm.launcher import bound_spinning, die_with_launcher
 from acc_lm.redaction import print_anything, redact
 from acc_lm.run_files.output_dir import open_output_dir
@@ -78,6 +78,7 @@ def run_to_its_end(
         print(reason, file=sys.stderr)
     except UserError as error:
         status, code, reason = error.status, error.exit_code, str(error)
+        _print_memory(error, config)
         print_problems(error)
     except KeyboardInterrupt:
         status, code, reason = "interrupted", EXIT_INTERRUPTED, "interrupted outside the loop; nothing new to save"
@@ -91,12 +92,22 @@ def run_to_its_end(
             print(redact(traceback.format_exc()), file=sys.stderr)
             return code
         status, code, reason, speaks = explained.status, explained.exit_code, str(explained), explained.speaks
+        _print_memory(explained, config)
         print_problems(explained)
     finally:
         gc.enable()
         if reason and is_ours and config:
             write_failure(config.output_dir, status, code, reason, speaks, began)
     return code
+
+
+def _print_memory(error: UserError, config: Config | None) -> None:
+    """Print what was predicted and used, if the memory of a GPU was too small."""
+    if isinstance(error, OutOfMemoryError) and config is not None:
+        from acc_lm.planning.here import predicted_and_used
+
+        if line := predicted_and_used(config):
+            print(line, file=sys.stderr)
 
 
 def main(arguments: list[str]) -> int:
@@ -135,7 +146,7 @@ def parse_train_arguments(arguments: Sequence[str], default_recipe: Path) -> tup
         const=Mode.DRY_RUN,
         default=Mode.TRAIN,
         dest="mode",
-        help="run one step, one evaluation, one save and one load on this launch's engine, keep nothing, and exit",
+        help="run a step, an evaluation, a save and a load on this launch's engine, measure a step, keep nothing, and exit",
     )
     modes.add_argument(
         "--eval-only",

@@ -15,7 +15,7 @@ from acc_lm.data import Data
 from acc_lm.errors import ConfigError
 from acc_lm.rows.batch import HeldOutRows, to_device
 from acc_lm.rows.loader import build_loader, evaluation_batches
-from acc_lm.runtime import release_gathered
+from acc_lm.runtime import readers, release_gathered
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -154,11 +154,12 @@ def evaluate_rows(
         between: called by every process after every few batches; an exception from it ends the evaluation.
     """
     num_rows = len(rows) if num_rows is None else min(num_rows, len(rows))
+    reader, num_readers = readers(accelerator)
     batches = evaluation_batches(
         num_rows,
         batch_size=batch_size,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
+        process=reader,
+        num_processes=num_readers,
         lengths=rows.padded_lengths,
     )
     device = accelerator.device
@@ -172,7 +173,8 @@ def evaluate_rows(
             sums[2] += num_correct
             if number % PAUSE_BATCHES == 0:
                 between()
-    sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
+    if accelerator.process_index % (accelerator.num_processes // num_readers) == 0:  # its readers count the same rows
+        sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
     nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()
     return EvaluationResult(
         loss=nll / num_targets,

@@ -7,6 +7,7 @@ fake         the model on fake tensors: any size, without data
 checks       trial runs before training: causal, and packed rows have the gradient of separate ones
 losses       logits and cross-entropy in chunks
 attention    masks of rows that hold several documents
+row_parts    rows that several processes share, and attention over them
 adapter      LoRA and QLoRA
 router       load-balancing loss of a mixture of experts
 experts      grouped matrix products under autocast

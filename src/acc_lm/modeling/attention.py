@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from acc_lm.errors import ConfigError
+from acc_lm.modeling.row_parts import RowParts
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -52,6 +53,7 @@ def causal_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     document_mask: Tensor | BlockMask | None = None,
+    row_parts: RowParts | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention in transformers' calling convention.
@@ -60,10 +62,15 @@ def causal_attention(
         query, key, value: float [B, heads, T, D]; key and value may have fewer heads.
         attention_mask: must be None.
         document_mask: result of `document_mask` for this batch; None: every row is one document.
+        row_parts: division of the rows, if T are the positions of a part of them; None: the rows are complete.
 
     Returns:
         float [B, T, heads, D].
     """
+    if row_parts is not None:
+        query, key, value = (row_parts.to_heads(part) for part in (query, key, value))
+        output, _ = causal_attention(module, query, key, value, None, dropout, scaling, document_mask)
+        return row_parts.to_positions(output), None
     if query.shape[1] % key.shape[1]:  # fused kernels check this only when they run, not on the meta device
         raise ValueError(f"{query.shape[1]} attention heads cannot share {key.shape[1]} key-value heads evenly")
     if document_mask is not None and not isinstance(document_mask, Tensor):

@@ -19,7 +19,7 @@ from acc_lm.modeling.attention import (
     register_attention,
     use_block_masks,
 )
-from acc_lm.modeling.checks import check_causal, check_packing, must_run
+from acc_lm.modeling.checks import check_causal, check_packing, check_row_parts, must_run
 from acc_lm.modeling.experts import use_autocast
 from acc_lm.modeling.flops import Flops, count_flops, few_tokens
 from acc_lm.modeling.loss_head import FUSED, install_loss, use_loss
@@ -57,6 +57,7 @@ def build_model(
     adapter: AdapterConfig = NO_ADAPTER,
     packs: bool = False,
     device_type: str = "cpu",
+    parts_of_rows: int = 1,
 ) -> tuple[PreTrainedModel, ModelFacts]:
     """Build the model on the CPU, ready to be prepared: `model(input_ids, targets)` returns the summed loss.
 
@@ -65,6 +66,7 @@ def build_model(
     Args:
         packs: True: rows hold several documents, with `position_ids` and `document_ids`.
         device_type: where the model will run.
+        parts_of_rows: number of processes that will share each row.
 
     Raises:
         ConfigError: the model does not exist, or does not fit the tokenizer, the rows, the adapter or `freeze`.
@@ -84,6 +86,8 @@ def build_model(
     with must_run("model"):
         router = find_router(model, config.router_loss)
     attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type)
+    if parts_of_rows > 1:
+        check_row_parts(model, sequence_length, parts_of_rows, attention, loss)
     base = weights_checksum(model) if config.config is None else ""
     choose_trained(model, config, adapter, seed, base)
     parameters = list(model.parameters())

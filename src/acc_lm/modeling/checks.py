@@ -1,10 +1,10 @@
-"""Trial runs of a model before training: it is causal, and packed rows give the gradient of separate ones."""
+"""Trial runs of a model before training: it is causal, packed rows give the gradient of separate ones, rows can be cut."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,14 @@ from acc_lm.errors import ConfigError, MachineError, UserError, first_line
 from acc_lm.modeling.activations import check_checkpointing
 from acc_lm.modeling.adapter import NO_ADAPTER, choose_trained
 from acc_lm.modeling.attention import (
+    CAUSAL_WITHOUT_MASK,
     probe_length,
     register_counting_attention,
+    run_probe,
 )
-from acc_lm.modeling.loss_head import ignore_padding
+from acc_lm.modeling.loss_head import FUSED, ignore_padding
 from acc_lm.modeling.pretrained import check_length, is_of_machine, pretrained_config, scratch_config
+from acc_lm.modeling.row_parts import StackedParts
 from acc_lm.rows.batch import IGNORE_INDEX
 from acc_lm.text.tokenizer import count_ids
 
@@ -255,6 +258,84 @@ def check_packing(model: PreTrainedModel, sequence_length: int) -> None:
             "changes the losses of the documents in a row; set data.packing: false (padded, no loss changes), "
             "or for plain text data.attend_across_documents: true"
         )
+
+
+def check_parts_early(model: PreTrainedModel, sequence_length: int, size: int) -> None:
+    """Check the heads and the attention of a model whose rows are cut, as far as that is possible without weights.
+
+    Args:
+        model: on the meta device; its attention is replaced.
+        size: number of parts of a row.
+
+    Raises:
+        ConfigError: the heads do not divide over the parts, or attention needs more than a causal flag.
+    """
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if isinstance(heads, int) and isinstance(shared, int):
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+        if size not in possible:
+            near = [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
+            raise ConfigError(
+                f"parallelism_config_sp_size must divide the {heads} attention heads of the model, and divide or be a multiple of its "
+                f"{shared} key-value heads, got {size}; nearest: {' or '.join(map(str, near))}"
+            )
+    required, _ = run_probe(model, torch.zeros(1, 8, dtype=torch.int64, device="meta"), sequence_length)
+    if set(required) != {"called"}:
+        _refuse_parts(
+            model, size, f"attention that needs {', '.join(sorted(set(required) - {'called'})) or 'its own code'}"
+        )
+
+
+def check_row_parts(model: PreTrainedModel, sequence_length: int, size: int, attention: str, loss: str) -> None:
+    """Check that a model computes the same hidden states when its rows are cut into parts.
+
+    Everything but attention must look at one position at a time, and take that position from its argument. All parts
+    are computed in one batch, without communication.
+
+    Args:
+        model: on the CPU; left unchanged.
+        size: number of parts of a row.
+        attention, loss: their display names.
+
+    Raises:
+        ConfigError: the hidden states differ, or attention or loss need complete rows.
+    """
+    if attention != CAUSAL_WITHOUT_MASK:
+        _refuse_parts(model, size, attention)
+    if loss != FUSED:
+        _refuse_parts(model, size, f"a loss {loss}")
+    total = min(sequence_length, 8 * size + 1)
+    ids = (torch.arange(2 * total).reshape(2, total) * 7 + 1) % model.config.get_text_config().vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        parts = StackedParts(size)
+        part = parts.cut(ids, ids, None, None)
+        with torch.no_grad():
+            expected = model.base_model(input_ids=ids, use_cache=False)[0]
+            stacked = model.base_model(
+                input_ids=part.input_ids, position_ids=part.position_ids, row_parts=parts, use_cache=False
+            )[0]
+        got = torch.cat(stacked.chunk(size), dim=1)[:, :total]
+        tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+        same = parts.num_exchanges > 0 and bool((got - expected).abs().max() <= tolerance * expected.abs().max())
+    except Exception as error:
+        if is_of_machine(error):
+            raise
+        same = False  # its own code takes no positions
+    finally:
+        model.train(was_training)
+    if not same:
+        _refuse_parts(model, size, "hidden states that change when rows are cut")
+
+
+def _refuse_parts(model: PreTrainedModel, size: int, got: str) -> NoReturn:
+    raise ConfigError(
+        f"parallelism_config_sp_size must be 1 for a model of type {model.config.model_type}, got {size} for {got}; remove it from the "
+        "Accelerate config, and save memory with model.gradient_checkpointing=true"
+    )
 
 
 def _loss_and_gradient(model: PreTrainedModel, **batch: Tensor) -> tuple[Tensor, Tensor]:

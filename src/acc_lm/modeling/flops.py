@@ -24,21 +24,25 @@ PEAKS: dict[str, dict[str, float]] = {
     "B300": {"bfloat16": 2250, "float16": 2250},
     "GB200": {"bfloat16": 2500, "float16": 2500},
     "GB300": {"bfloat16": 2500, "float16": 2500},
-    "H200 NVL": {"bfloat16": 835, "float16": 835},
-    "H200": {"bfloat16": 989, "float16": 989, "tf32": 494},
-    "GH200": {"bfloat16": 989, "float16": 989, "tf32": 494},
-    "H100 NVL": {"bfloat16": 835, "float16": 835},
-    "H100 PCIe": {"bfloat16": 756, "float16": 756, "tf32": 378},
-    "H100": {"bfloat16": 989, "float16": 989, "tf32": 494},
+    "H200 NVL": {"bfloat16": 835, "float16": 835, "float32": 60},
+    "H200": {"bfloat16": 989, "float16": 989, "tf32": 494, "float32": 67},
+    "GH200": {"bfloat16": 989, "float16": 989, "tf32": 494, "float32": 67},
+    "H100 NVL": {"bfloat16": 835, "float16": 835, "float32": 60},
+    "H100 PCIe": {"bfloat16": 756, "float16": 756, "tf32": 378, "float32": 51},
+    "H100": {"bfloat16": 989, "float16": 989, "tf32": 494, "float32": 67},
     "A100": {"bfloat16": 312, "float16": 312, "tf32": 156, "float32": 19.5},
     "A800": {"bfloat16": 312, "float16": 312, "tf32": 156, "float32": 19.5},  # an A100 with a slower NVLink
     "L4": {"bfloat16": 121, "float16": 121, "tf32": 60, "float32": 30.3},  # half of 242 and 120 with sparsity
     "L40": {"bfloat16": 181, "float16": 181, "tf32": 90.5, "float32": 90.5},
-    "L40S": {"bfloat16": 362, "float16": 362, "tf32": 183},
+    "L40S": {"bfloat16": 362, "float16": 362, "tf32": 183, "float32": 91.6},
     "A10G": {"bfloat16": 70, "float16": 70, "float32": 35},  # AWS's A10G, slower than the A10: data sheet of the EC2 G5
     "RTX A6000": {"bfloat16": 154.8, "float16": 154.8, "tf32": 77.4, "float32": 38.7},  # the white paper of GA102
-    "RTX 5090": {"bfloat16": 209.5, "float16": 209.5},  # the white paper of Blackwell for GeForce, sums in fp32
-    "RTX 4090": {"bfloat16": 165, "float16": 165},
+    "RTX 5090": {
+        "bfloat16": 209.5,
+        "float16": 209.5,
+        "float32": 104.8,
+    },  # the white paper of Blackwell for GeForce, sums in fp32
+    "RTX 4090": {"bfloat16": 165, "float16": 165, "float32": 82.6},
     "RTX 3090": {"bfloat16": 71, "float16": 71, "float32": 35.6},  # the white paper of GA102, sums in fp32
     "RTX 3060": {"bfloat16": 25.5, "float16": 25.5, "float32": 12.7},  # GA102's rate of an SM x 28 SMs at 1.777 GHz
     "V100-SXM2": {"float16": 125, "float32": 15.7},

@@ -14,7 +14,8 @@ from acc_lm.modeling.attention import (
     own_masks,
 )
 from acc_lm.modeling.losses import LossSums, loss_sums, losses_of_logits, position_losses, summed_loss, sums_of_logits
-from acc_lm.modeling.router import Routed, recorded_router_logits, routing_sums
+from acc_lm.modeling.router import Routed, read_positions, recorded_router_logits, routing_sums
+from acc_lm.modeling.row_parts import RowParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +53,14 @@ def _fused_forward(
     only_choices: bool = False,
     **keywords: Any,
 ) -> Any:
+    is_cut = targets is not None and not by_position and model.row_parts.size > 1
+    if is_cut:
+        input_ids, targets, position_ids, document_ids, is_read = model.row_parts.cut(
+            input_ids, targets, position_ids, document_ids
+        )
     given = _documents(model, position_ids, document_ids)
+    if is_cut:
+        given["row_parts"] = model.row_parts
     if targets is None and last is None:
         return type(model).forward(model, input_ids=input_ids, **given, **keywords)
     if num_choices is not None:
@@ -61,7 +69,10 @@ def _fused_forward(
     hidden = output[0]
     if num_choices is not None:
         assert targets is not None
-        choices, probabilities = routing_sums(output.router_logits, num_choices, targets)
+        counted = is_read if is_cut else read_positions(targets)
+        choices, probabilities = routing_sums(output.router_logits, num_choices, counted)
+        if is_cut:
+            choices = model.row_parts.sum(choices)
         return (
             choices if only_choices else Routed(model.get_output_embeddings()(hidden, targets), choices, probabilities)
         )
@@ -91,7 +102,7 @@ def _logits_forward(
             output = type(model).forward(
                 model, input_ids=input_ids, **{"use_cache": False, **given, "output_router_logits": False}
             )
-        choices, probabilities = routing_sums(tuple(router_logits), num_choices, targets)
+        choices, probabilities = routing_sums(tuple(router_logits), num_choices, read_positions(targets))
         return choices if only_choices else Routed(sums_of_logits(output.logits, targets).nll, choices, probabilities)
     output = type(model).forward(model, input_ids=input_ids, **{"use_cache": False, **given})
     if last is not None:
@@ -134,6 +145,8 @@ def use_loss(model: PreTrainedModel, fused: bool) -> None:
     ignore_padding(model)
     if fused:
         model.get_output_embeddings().__class__ = LossHead
+    # Shared with copies of the model that are made when it is prepared, so that all see when rows are divided.
+    model.row_parts = RowParts()
     model.forward = MethodType(_fused_forward if fused else _logits_forward, model)
 
 

@@ -59,7 +59,7 @@ class Routed(NamedTuple):
     nll: Tensor
     """Sum of -log p of the targets, in nats."""
     choices_E: Tensor
-    """Number of times that each expert was chosen, over all layers, int64."""
+    """Number of times that each expert was chosen, over all layers and all parts of the rows, int64."""
     probabilities_E: Tensor
     """Router probabilities, summed over tokens and layers, float32; they carry the gradient."""
 
@@ -69,11 +69,12 @@ class RouterLoss:
 
     Args:
         num_parts: number of micro-batches of the step, over all processes.
+        parts_of_rows: number of processes that share each micro-batch; all of them know its choices.
     """
 
-    def __init__(self, accelerator: Accelerator, router: Router, num_parts: int) -> None:
+    def __init__(self, accelerator: Accelerator, router: Router, num_parts: int, parts_of_rows: int = 1) -> None:
         self.router = router
-        self._accelerator, self._num_parts = accelerator, num_parts
+        self._accelerator, self._num_parts, self._parts_of_rows = accelerator, num_parts, parts_of_rows
         self._choices_E: Tensor | None = None
         """Choices in the global batch if the loss is exact; otherwise in this process's micro-batches so far."""
         self._value = torch.zeros((), device=accelerator.device)
@@ -81,7 +82,7 @@ class RouterLoss:
 
     def know_choices(self, choices_E: Tensor) -> None:
         """Sum the choices of each process's micro-batches over all processes. Every process calls, once."""
-        self._choices_E = self._accelerator.reduce(choices_E, reduction="sum")
+        self._choices_E = self._accelerator.reduce(choices_E, reduction="sum") // self._parts_of_rows
 
     def part_of(self, routed: Routed) -> Tensor:
         """Part of the loss that a micro-batch contributes, coefficient included, scalar with a gradient.
@@ -124,20 +125,25 @@ def balance(choices_E: Tensor, probabilities_E: Tensor, num_choices: int) -> Ten
     return len(choices_E) * ((choices_E / num_tokens) * (probabilities_E / num_tokens)).sum()
 
 
-def routing_sums(router_logits: tuple[Tensor, ...], num_choices: int, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`choices_E` and `probabilities_E` of one micro-batch.
+def read_positions(targets: Tensor) -> Tensor:
+    """Flags for the positions up to the last target of their row, bool like `targets`.
 
-    Positions after the last target of a row do not count: they are padding, and its amount depends on the batch's other
-    rows.
+    The others are padding, and its amount depends on the batch's other rows.
+    """
+    return (targets != IGNORE_INDEX).flip(-1).cumsum(-1).flip(-1) > 0
+
+
+def routing_sums(router_logits: tuple[Tensor, ...], num_choices: int, is_read: Tensor) -> tuple[Tensor, Tensor]:
+    """`choices_E` and `probabilities_E` of one micro-batch.
 
     Args:
         router_logits: for each layer [N, E], all with the same experts.
-        targets: int64 [B, T], N = B x T.
+        is_read: bool [B, T], N = B x T: `read_positions`, the positions that count.
     """
-    is_read_N = (targets != IGNORE_INDEX).flip(-1).cumsum(-1).flip(-1).flatten() > 0
+    is_read_N = is_read.flatten()
     num_experts = router_logits[0].shape[-1]
-    choices_E = torch.zeros(num_experts, dtype=torch.int64, device=targets.device)
-    probabilities_E = torch.zeros(num_experts, dtype=torch.float32, device=targets.device)
+    choices_E = torch.zeros(num_experts, dtype=torch.int64, device=is_read.device)
+    probabilities_E = torch.zeros(num_experts, dtype=torch.float32, device=is_read.device)
     for logits in router_logits:
         probabilities_NE = logits.reshape(-1, num_experts).softmax(dim=-1)
         chosen_NK = probabilities_NE.topk(num_choices, dim=-1).indices
@@ -241,7 +247,7 @@ def _same_form(router_logits: tuple[Tensor, ...], ids: Tensor, value: float) -> 
     """Number of choices with which this module's formula gives this value; None if there is none."""
     num_experts = router_logits[0].shape[-1]
     for num_choices in range(1, num_experts + 1):
-        choices_E, probabilities_E = routing_sums(router_logits, num_choices, ids)
+        choices_E, probabilities_E = routing_sums(router_logits, num_choices, torch.ones_like(ids, dtype=torch.bool))
         ours = balance(choices_E, probabilities_E, num_choices)
         if math.isclose(float(ours), value, rel_tol=1e-5):
             return num_choices

@@ -8,6 +8,7 @@ plan_page    a plan as one page, with a slider for the number of GPUs
 here         test of a launch against the memory of this machine
 hardware     facts about GPUs, and reading `8xH100`
 speed        seconds of a step by part, and bytes that it sends
+calibration  measured steps, kept on this machine
 constants    efficiencies of the speed model, fitted on published figures; generated
 closed_form  memory of Llama- and GPT-2-like models by formula, a second opinion
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from acc_lm.errors import ConfigError, MachineError, warn_once
+from acc_lm.errors import ConfigError, MachineError, UserError, warn_once
 from acc_lm.planning.hardware import GIB
 from acc_lm.planning.memory import memory_of
 from acc_lm.planning.probe import SWITCH, Probe, vocabulary_of
@@ -71,10 +71,30 @@ def warn_of_memory(accelerator: Accelerator, config: Config) -> None:
         )
 
 
+def predicted_and_used(config: Config) -> str | None:
+    """Line for an error of memory: what was predicted for a GPU, and what this process used; None without a prediction."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        fit = _fit(config, current_placement(config), only_plain=True)
+    except (UserError, MemoryError, RuntimeError):  # the error of the run is what counts
+        return None
+    if fit is None:
+        return None
+    used = torch.cuda.max_memory_allocated() / GIB
+    return (
+        f"memory: {fit} predicted by acc-lm plan, {used:.1f} GiB of tensors used, {fit.available / GIB:.1f} GiB there"
+    )
+
+
 def _fit(config: Config, placement: Placement, *, only_plain: bool = False) -> Fit | None:
     import psutil
     import torch
 
+    if placement.rows_in_parts > 1:  # activations of a part of a row are not planned yet
+        return None
     here = placement.num_processes // placement.num_machines
     devices = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     wanted = config.model.gradient_checkpointing

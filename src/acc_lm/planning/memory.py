@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from acc_lm.planning.hardware import GIB
 from acc_lm.planning.probe import Checkpointing, Probe
-from acc_lm.runtime import MAX_LIVE, Placement
+from acc_lm.runtime import MAX_FLAT, MAX_LIVE, PREFETCHED, Placement
 
 CUDA, NCCL = 0.6 * GIB, 1.0 * GIB
 """Bytes of CUDA's context with its libraries, and of NCCL's buffers."""
@@ -45,59 +45,121 @@ def memory_of(
     Args:
         accumulation: micro-batches of a step.
     """
+    moments = _moments(probe, placement, micro_batch_size, accumulation, checkpointing)
+    where = max(moments, key=lambda name: moments[name].total)
+    found = moments[where]
+    context = CUDA + (NCCL if placement.num_processes > 1 else 0)
+    here = placement.num_processes // placement.num_machines
+    counts = probe.parameters
+    return MemoryEstimate(
+        found.total,
+        found.total * ALLOCATOR_LOW + context,
+        found.total * ALLOCATOR_HIGH + context,
+        {
+            "weights and moments": found.state,
+            "gradients": found.gradients,
+            "activations": found.activations,
+            "gathered weights and buffers": found.gathered,
+            "at work": found.work,
+        },
+        (placement.host * counts.trained + placement.staged * counts.head) * here,
+    )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at one moment of a step."""
+
+    state: float
+    gradients: float
+    activations: float
+    gathered: float
+    work: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gradients + self.activations + self.gathered + self.work
+
+
+def _moments(
+    probe: Probe, placement: Placement, micro_batch_size: int, accumulation: int, checkpointing: Checkpointing
+) -> dict[str, Moment]:
+    """The moments of a step at which memory can be the most."""
     counts = probe.parameters
     body = probe.phases(micro_batch_size, checkpointing, compute=placement.compute)
     head = probe.head(micro_batch_size, compute=placement.compute)
     block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute)
-    state = placement.weights * counts.total + placement.state * counts.trained
-    gradients = placement.gradients * counts.trained
-    held = gradients if accumulation > 1 else 0.0
-    at_head, at_backward = (size + placement.buffers for size in _gathered(probe, placement))
-    is_cast = placement.compute == "cast"
-    # In the dtype of the weight; added to the sum of earlier micro-batches at once, unless it has to be reduced first.
-    of_head = head.weight / 2 if is_cast else head.weight
-    own = (
-        counts.block * counts.trained / counts.total * (2 if placement.compute == "cast" else 4)
-    )  # gradients of a block
-    at_work = block - own if held and not is_cast else block  # the same for the gradients of a block
-    moments = {
-        "head": state + held + max(body.forward, body.body + head.forward) + at_head,
-        "loss": state + held + body.kept + head.kept + of_head * is_cast + at_head,
-        "backward": state + max(held, of_head) + is_cast * min(held, of_head) + body.kept + at_work + at_backward,
-        "last block": state + gradients + body.kept / counts.num_blocks + block - own + at_backward,
-        "update": state + gradients + placement.buffers,
+    gathered = _gathered(probe, placement)
+    is_cast, is_sharded = placement.compute == "cast", placement.shards_gradients
+    size = 2 if is_cast else 4
+    state = placement.weights * counts.total + placement.state * counts.trained + placement.staged * counts.head
+    buffers = min(placement.buffers, 4.0 * counts.trained)
+    largest = float(counts.head) if head.weight else 0.0  # elements whose gradient is reduced or summed at once
+    held = placement.held * counts.trained * (accumulation > 1)
+    complete = placement.gradients * counts.trained
+    filled = complete if placement.at_once else 0.0
+    summed = held + filled if placement.apart else max(held, filled)
+    own = size * counts.block * counts.trained / counts.total  # gradients of a block
+    # A shard is added to when a whole gradient has been reduced; other gradients are added to as they are computed.
+    work = block - own if held and not is_sharded else block
+    of_head = size * largest if counts.is_tied or not is_sharded else 0.0
+    remains = of_head if is_sharded else max(0.0, of_head - held)
+    reduces = placement.reduces * largest
+    first = 0.0 if counts.is_tied else size * largest + reduces  # the head's own gradient, reduced before any block's
+    flat = placement.flattens * counts.trained * (counts.trained <= MAX_FLAT)
+    twice = (
+        size * largest * (counts.is_tied or accumulation > 1)
+    )  # the embedding's, which is added to the head's or to a sum
+    ending = complete + (held if placement.apart else 0.0)
+    in_reduction = max(twice, (size * largest if is_sharded else 0) + reduces, flat)
+    norm = 8 * min(largest, counts.trained / placement.shards) if placement.at_once else 0.0
+    is_between = counts.num_blocks > 1
+    kept, after_one = body.kept, body.kept * (1 - 1 / counts.num_blocks)
+    return {
+        "forward": Moment(state, held, 0.0, gathered.forward + buffers, body.forward),
+        "head": Moment(state, held, body.body, gathered.head + buffers, head.forward),
+        "loss": Moment(state, held, kept, gathered.head + buffers, head.kept + is_cast * size * largest),
+        "head's gradient": Moment(state, summed, kept, gathered.head + buffers, head.kept - head.weight + first),
+        "backward": Moment(state, summed + remains, kept, gathered.backward + buffers, work),
+        "next block": Moment(state, summed + remains, after_one, gathered.next_block + buffers, work * is_between),
+        "last block": Moment(state, ending, kept / counts.num_blocks, gathered.next_block + buffers, block - own),
+        "embedding": Moment(state, ending, 0.0, gathered.end + buffers, in_reduction),
+        "norm": Moment(state, ending, 0.0, buffers, norm),
+        "update": Moment(state, placement.updates * counts.trained, 0.0, buffers, 0.0),
     }
-    where = max(moments, key=lambda name: moments[name])
-    most = moments[where]
-    gathered = {"head": at_head, "loss": at_head, "update": placement.buffers}.get(where, at_backward)
-    summed = gradients if where in ("last block", "update") else held
-    activations = {"last block": body.kept / counts.num_blocks, "update": 0.0}.get(where, body.kept)
-    parts = {
-        "weights and moments": state,
-        "gradients": summed,
-        "activations": activations,
-        "gathered weights and buffers": gathered,
-        "at work": most - state - summed - activations - gathered,
-    }
-    context = CUDA + (NCCL if placement.num_processes > 1 else 0)
-    here = placement.num_processes // placement.num_machines
-    return MemoryEstimate(
-        most,
-        most * ALLOCATOR_LOW + context,
-        most * ALLOCATOR_HIGH + context,
-        parts,
-        placement.host * counts.trained * here,
-    )
 
 
-def _gathered(probe: Probe, placement: Placement) -> tuple[float, float]:
-    """Bytes of weights that are gathered when the loss is computed, and in the backward pass of a block."""
+@dataclass(frozen=True)
+class _Gathered:
+    """Bytes of gathered weights, and of gradients on their way to the shards, at the moments of a step."""
+
+    forward: float = 0.0
+    head: float = 0.0
+    backward: float = 0.0
+    """In the backward pass of the last block, the first of that pass."""
+    next_block: float = 0.0
+    """In that of any other block, while the gradients of the block after it are reduced."""
+    end: float = 0.0
+
+
+def _gathered(probe: Probe, placement: Placement) -> _Gathered:
     counts = probe.parameters
     size = 2 if placement.compute == "cast" else 4
-    if placement.gathers == "blocks":
-        return float(size * (counts.outside + counts.block)), float(size * (counts.outside + 3 * counts.block))
+    share = counts.trained / counts.total
+    block, head = float(size * counts.block), float(size * counts.head)
+    tied = head * counts.is_tied
+    reduced_head = 0.0 if counts.is_tied else placement.reduces * counts.head * (share == 1)
+    reduced = placement.reduces * counts.block * share
+    if placement.gathers == "blocks":  # one that is computed with, and the next one; the head with its buffer
+        two = 2 * block + tied
+        return _Gathered(two, 2 * head, two + reduced_head, two + reduced, reduced)
     if placement.gathers == "all blocks":
-        return float(size * (counts.total + counts.block)), float(size * counts.total)
+        whole = float(size * counts.total)
+        rest = whole - (head - tied)
+        return _Gathered(whole, whole + head, rest + reduced_head, rest - block + reduced, reduced)
     if placement.gathers == "limited":
-        return (float(size * min(counts.total, MAX_LIVE) + size * counts.head),) * 2
-    return 0.0, 0.0
+        live = float(size * min(counts.total, MAX_LIVE))
+        again = size * min(counts.total - counts.head, PREFETCHED)  # what arrives at a time has a second copy
+        back = live + again if counts.total > MAX_LIVE else live - (head - tied)
+        return _Gathered(live + again, live, back, back, live)
+    return _Gathered()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import ConfigError
-from acc_lm.planning.hardware import GIB, Gpu
+from acc_lm.planning.calibration import known_ratio
+from acc_lm.planning.constants import FITTED
+from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
-from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
+from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Work, communication, step_time
 from acc_lm.runtime import NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
 
 if TYPE_CHECKING:
@@ -66,6 +68,13 @@ class Candidate:
     time: StepTime | None
     """Predicted step; None for models whose speed is not modelled."""
 
+    def hours_for(self, num_tokens: int | None) -> Range | None:
+        """Duration of a run of this many tokens; None where either speed or tokens are not known."""
+        if self.time is None or not num_tokens:
+            return None
+        n, speed = self.placement.num_processes, self.time.tokens_per_second
+        return Range(*(num_tokens / (n * value) / 3600 for value in (speed.high, speed.middle, speed.low)))
+
     @property
     def tokens_per_second(self) -> float:
         """Most likely speed of all GPUs together; 0 if it is not known."""
@@ -75,10 +84,15 @@ class Candidate:
     def runs(self) -> bool:
         return self.fits in ("yes", "tight")
 
-    def as_json(self) -> dict[str, Any]:
+    def most_energy(self, num_tokens: int | None, gpu: Gpu) -> float | None:
+        """Energy of such a run in kWh: all GPUs at their power limit for the longest duration, and nothing else of a machine."""
+        hours = self.hours_for(num_tokens)
+        return None if hours is None else hours.high * self.placement.num_processes * gpu.watts / 1000
+
+    def as_json(self, num_tokens: int | None, gpu: Gpu) -> dict[str, Any]:
         """The candidate as `acc-lm plan --json` prints it."""
         speed = self.time.tokens_per_second if self.time else None
-        n, memory = self.placement.num_processes, self.memory
+        n, memory, hours = self.placement.num_processes, self.memory, self.hours_for(num_tokens)
         return {
             "config": self.placement.config,
             "micro_batch_size": self.micro_batch_size,
@@ -94,6 +108,8 @@ class Candidate:
             "mfu": self.time.utilization if self.time else None,
             "sent_gb_per_step": self.time.bytes_sent / 1e9 if self.time else None,
             "network_gb_per_step": self.time.network_bytes / 1e9 if self.time else None,
+            "hours": hours and asdict(hours),
+            "most_kwh": self.most_energy(num_tokens, gpu),
             "extrapolated": self.time.extrapolated if self.time else "",
         }
 
@@ -106,6 +122,8 @@ class RunPlan:
     recommended: Candidate | None
     shape: Shape | None
     """Sizes that the speed was computed with; None for models whose speed is not modelled."""
+    num_tokens: int | None
+    """Tokens of the run; None: it ends by epochs, whose tokens are not known before."""
     micro_batch_size: int
     """Micro-batch of the recipe, which decides where speed is not modelled."""
 
@@ -149,8 +167,8 @@ def make_plan(
             f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
             f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
         )
-    length = config.data.sequence_length
-    sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b * length <= MAX_POSITIONS)]
+    most = MAX_POSITIONS // config.data.sequence_length
+    sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b <= most)]
     if micro_batch_size is not None:
         sizes = [min(micro_batch_size, rows)]
         if rows % sizes[0]:
@@ -158,18 +176,22 @@ def make_plan(
                 f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; choose a divisor"
             )
     names = (only,) if only else configs_for(machine.num_gpus, machine.num_machines)
-    shape = shape_of(probe)
+    shape, length = shape_of(probe), config.data.sequence_length
     found = []
     for order, name in enumerate(names):
         placement = placement_of(find_accelerate_config(name), machine.num_gpus, machine.num_machines, config)
+        ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement)) if shape else None
         for checkpointing in SWITCH:
             for size in sizes:
                 for compiled in (False, True) if can_compile(placement) else (False,):
                     found.append(
-                        _candidate(config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled)
+                        _candidate(
+                            config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled, ratio
+                        )
                     )
-    wanted = config.training.micro_batch_size
-    return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, wanted)
+    steps, wanted = config.training.max_steps, config.training.micro_batch_size
+    tokens = steps and steps * config.training.global_batch_size * length
+    return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, tokens, wanted)
 
 
 def _candidate(
@@ -183,6 +205,7 @@ def _candidate(
     rows: int,
     checkpointing: Checkpointing,
     compiled: bool,
+    ratio: float | None,
 ) -> Candidate:
     memory = memory_of(probe, placement, size, rows // size, checkpointing)
     fits = memory.verdict(machine.memory)
@@ -191,17 +214,26 @@ def _candidate(
     time = None
     if shape is not None:
         work = work_of(config, placement, size, rows // size, checkpointing, compiled=compiled)
-        time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network)
+        time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network, ratio)
     return Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
+
+
+def compute_dtype(config: Config, placement: Placement) -> str:
+    """Dtype of the products, as `modeling.flops.peak_of` names it."""
+    return COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
+
+
+def bytes_sent(shape: Shape, placement: Placement, accumulation: int) -> float:
+    """Bytes that each process sends in a step, in rings; they do not depend on the hardware."""
+    return communication(shape, GPUS["H100"], layout_of(placement), accumulation, 1.0, FITTED).bytes_sent
 
 
 def work_of(
     config: Config, placement: Placement, size: int, accumulation: int, checkpointing: Checkpointing, *, compiled: bool
 ) -> Work:
     """Step of one process as the speed model takes it."""
-    dtype = COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
     again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
-    return Work(config.data.sequence_length, size, accumulation, again, compiled, dtype)
+    return Work(config.data.sequence_length, size, accumulation, again, compiled, compute_dtype(config, placement))
 
 
 def layout_of(placement: Placement) -> Layout:

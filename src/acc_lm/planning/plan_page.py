@@ -389,16 +389,14 @@ def _bar_of_speed(each: Candidate, position: PlannedNumber, planned: Planned, mo
 
 def _costs(each: Candidate, machine: Machine, planned: Planned) -> Iterator[tuple[str, str]]:
     """Duration, price and energy of the run, as ranges."""
-    if planned.tokens is None or each.time is None:
+    hours, n = each.hours_for(planned.tokens), machine.num_gpus
+    if hours is None:
         return
-    speed, n = _speed_of(each), machine.num_gpus
-    hours = Range(*(planned.tokens / value / 3600 for value in (speed.high, speed.middle, speed.low)))
     yield "time", _duration(hours)
     if planned.price is not None:
         price = planned.price
         yield "cost", _span(hours, lambda value: f"{value * n * price:,.0f}")
-    watts = machine.gpu.watts * n
-    yield "energy at most", f"{_rounded(hours.high * watts / 1000):,g} kWh"
+    yield "energy at most", f"{_rounded(each.most_energy(planned.tokens, machine.gpu) or 0.0):,g} kWh"
 
 
 def _span(values: Range, form: Callable[[float], str]) -> str:

@@ -8,90 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
 from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
 from acc_lm.modeling.losses import as_on_gpu, summed_loss
+from acc_lm.runtime import Compute, LiveBytes
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
-    from acc_lm.runtime import Compute
 
 Checkpointing = Literal["no", "selective", "full"]
 SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "selective": "selective", "full": True}
 """Value of `model.gradient_checkpointing` for each name."""
-ALLOCATED = 512
-"""Bytes to which CUDA's allocator rounds every tensor up."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of all tensors that exist, and of the most that existed. Use as a context manager."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.most = 0
-        self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor that was there before."""
-        storage = tensor.untyped_storage()
-        if storage in self._sizes:
-            return
-        size = [_rounded(storage.nbytes())]
-        self._sizes[storage] = size
-        self._grow(size[0])
-        weakref.finalize(storage, lambda: self._grow(-size[0]))
-
-    def _grow(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.most = max(self.most, self.now)
-
-    def forget(self) -> None:
-        """Count the most from now on."""
-        self.most = self.now
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count in this context, and notice storages that are resized, which is how FSDP2 frees gathered weights."""
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: Any, num_bytes: int) -> None:
-            resize(storage, num_bytes)
-            if storage in self._sizes:
-                size = self._sizes[storage]
-                self._grow(_rounded(num_bytes) - size[0])
-                size[0] = _rounded(num_bytes)
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # its local part comes here by itself
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor) and type(tensor).__name__ != "DTensor":
-                self.add(tensor)
-        return output
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALLOCATED) * ALLOCATED
+MANY_ROWS = 64
+"""Rows of a micro-batch in which the gradients of activations outweigh those of weights."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +45,7 @@ class Phases:
     kept: float
     """Activations that are kept for the backward pass."""
     backward: float
-    """The most during the backward pass of the body, with the gradients of its weights."""
+    """The most during the backward pass of the body, with the gradients of one block's weights."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +71,8 @@ class Parameters:
     block: int
     """Mean of the blocks; what is left of the total stands outside of them."""
     num_blocks: int
+    is_tied: bool
+    """True if the embedding shares the head's weight."""
 
     @property
     def outside(self) -> int:
@@ -204,6 +143,7 @@ class Probe:
                 parameters = list(fake.model.parameters())
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 weight = fake.model.get_output_embeddings().weight
+                is_tied = getattr(fake.model.get_input_embeddings(), "weight", None) is weight
                 counts.append((sum(p.numel() for p in parameters), trained))
         (total, trained), *more = counts
         block = 0
@@ -214,7 +154,7 @@ class Probe:
             total += block * blocks
         else:
             block = (total - weight.numel()) // self.num_blocks
-        found = Parameters(total, trained, weight.numel(), block, self.num_blocks)
+        found = Parameters(total, trained, weight.numel(), block, self.num_blocks, is_tied)
         return found, tuple(weight.shape), fake.is_fused
 
     @contextlib.contextmanager
@@ -255,12 +195,24 @@ class Probe:
         return Phases(at("forward"), at("body"), at("kept"), at("backward"))
 
     def of_one_block(self, micro_batch_size: int, checkpointing: Checkpointing, *, compute: Compute) -> float:
-        """Bytes that the backward pass of a block needs on top of what is kept, the gradients of its weights included."""
-        rows = [1] if micro_batch_size == 1 else [1, 2]
-        extra = [
-            one.backward - one.kept for one in (self._run(compute, checkpointing, self._depths[0], b) for b in rows)
-        ]
-        return max(0.0, extra[0] + (extra[-1] - extra[0]) * (micro_batch_size - 1))
+        """Bytes that the backward pass of a block needs on top of what is kept, the gradients of its weights included.
+
+        The most is where gradients of weights are large or where those of activations are, so it is not linear in the rows:
+        the larger of two lines, of few rows and of many. Many cost no more to run than few.
+        """
+        size = micro_batch_size
+        if size <= 2:
+            return self._extra(compute, checkpointing, size)
+        lines = ((1, 2), (MANY_ROWS, 2 * MANY_ROWS))
+        return max(
+            low + (high - low) / (b - a) * (size - a)
+            for a, b in lines
+            for low, high in [(self._extra(compute, checkpointing, a), self._extra(compute, checkpointing, b))]
+        )
+
+    def _extra(self, compute: Compute, checkpointing: Checkpointing, num_rows: int) -> float:
+        found = self._run(compute, checkpointing, self._depths[0], num_rows)
+        return max(0.0, found.backward - found.kept)
 
     def _run(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         key = compute, checkpointing, depth, num_rows
@@ -288,6 +240,7 @@ class Probe:
                 body, forward = live.now - weights, live.most - weights
             kept = live.now - weights  # autocast has freed the copies that no graph holds
             live.forget()
+            _keep_gradients(model, self.parameters.block)
             output.backward(output.detach())
             backward = live.most - weights
             del output
@@ -334,6 +287,21 @@ class Probe:
                 self._heads[key] = Head(live.most - before, live.now - before, 4.0 * weight.numel() * is_trained)
                 del loss
         return self._heads[key]
+
+
+def _keep_gradients(model: Any, num_elements: int) -> None:
+    """Let the next backward pass drop all gradients but the first, of about this many elements."""
+    seen = 0
+
+    def drop(parameter: Tensor) -> None:
+        nonlocal seen
+        if seen >= num_elements:
+            parameter.grad = None
+        seen += parameter.numel()
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
 
 
 def vocabulary_of(config: Config) -> int:

@@ -31,6 +31,8 @@ def start_block(
     tokens = training.global_batch_size * config.data.sequence_length
     facts = data.facts
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
+    parts = identity.rows_in_parts
+    shared = f" / {parts} parts of a row" if parts > 1 else ""
     lines = [
         (
             "strategy",
@@ -39,7 +41,7 @@ def start_block(
         ("placement", identity.placement),
         (
             "global batch",
-            f"{training.global_batch_size} = {micro} micro x {identity.num_processes} processes x {accumulation} accumulation",
+            f"{training.global_batch_size} = {micro} micro x {identity.num_processes} processes{shared} x {accumulation} accumulation",
         ),
         (
             "step",

@@ -35,8 +35,10 @@ from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
 from acc_lm.runtime.launch.layout import (
     CONFIGS_BY_SIZE,
+    MAX_FLAT,
     MAX_LIVE,
     NOT_PLANNED,
+    PREFETCHED,
     Compute,
     Placement,
     can_compile,
@@ -58,13 +60,16 @@ from acc_lm.runtime.monitoring.bandwidth import (
     time_collective,
     wait_for,
 )
+from acc_lm.runtime.monitoring.live_bytes import LiveBytes
 from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.monitoring.peers import Peers
 from acc_lm.runtime.monitoring.shutdown import close, explain, forget, stop_watching
+from acc_lm.runtime.monitoring.step_cost import MEASURED_FILE, measure_step
 from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import without_launch
+from acc_lm.runtime.settings.grid import parts_of_rows, readers
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
@@ -72,12 +77,16 @@ __all__ = [
     "COLLECTIVES",
     "CONFIGS_BY_SIZE",
     "COUNT_TRAFFIC",
+    "MAX_FLAT",
     "MAX_LIVE",
+    "MEASURED_FILE",
     "NOT_PLANNED",
+    "PREFETCHED",
     "WEIGHT",
     "Compute",
     "Gradients",
     "Identity",
+    "LiveBytes",
     "Memory",
     "Pace",
     "Peers",
@@ -113,14 +122,17 @@ __all__ = [
     "keep_threads",
     "launch_words",
     "machine",
+    "measure_step",
     "memory_held",
     "on_main",
+    "parts_of_rows",
     "peak_memory_gb",
     "pieces_of",
     "placement_of",
     "prepare",
     "publish_weights",
     "quiet_libraries",
+    "readers",
     "received_over_tcp",
     "refusal",
     "release_gathered",

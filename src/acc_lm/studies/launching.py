@@ -29,6 +29,7 @@ def launch(
     *,
     num_machines: int = 1,
     environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
     shows_output: bool = False,
 ) -> str | None:
     """Run a program on `num_processes` processes and wait for its end; return the problem as one line, None on success.
@@ -41,6 +42,7 @@ def launch(
         log: file for the output; each further machine gets its own file next to it.
         seconds: time limit in seconds, after which all processes are killed.
         num_machines: number of launchers, all on this machine.
+        options: further words for `accelerate launch`.
         shows_output: pass stdout through; the log then has only stderr.
     """
     commands, held = [[sys.executable, *program]], socket.socket()
@@ -48,17 +50,7 @@ def launch(
         # Bound until the end, so that no other process gets the port; torch's store reuses addresses and still gets it.
         held.bind(("127.0.0.1", 0))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        launcher = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(config_file),
-            "--num_processes",
-            str(num_processes),
-            "--main_process_port",
-            str(held.getsockname()[1]),
-        ]
+        launcher = _launcher(config_file, num_processes, held.getsockname()[1], options)
         machines: list[list[str]] = [[]]
         if num_machines > 1:
             launcher += ["--num_machines", str(num_machines), "--main_process_ip", "127.0.0.1"]
@@ -79,6 +71,12 @@ def launch(
         for process in running:
             _end(process)
     return None if not any(codes) else _what_it_says(log, codes)
+
+
+def _launcher(config_file: Path, num_processes: int, port: int, options: Sequence[str]) -> list[str]:
+    """`accelerate launch` up to the program."""
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+    return [*words, "--num_processes", str(num_processes), "--main_process_port", str(port), *options]
 
 
 def _start(command: list[str], log: IO[bytes], stdout: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:

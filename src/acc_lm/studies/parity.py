@@ -35,6 +35,9 @@ CPU_CASES = (
     "deepspeed_zero2_offload:2",
     "deepspeed_zero3:2",
     "deepspeed_zero3_offload:2",
+    "ddp_sequence:2",
+    "sequence_parallel:4",
+    "deepspeed_zero3_sequence:2",
 )
 CASE_SECONDS = 900
 
@@ -133,7 +136,8 @@ def _cases(names: Sequence[str], config: Config) -> tuple[list[Case], list[str]]
         if not count.isdigit() or int(count) < 1:
             raise ConfigError(f"--cases must be written NAME:PROCESSES, got {name}; for example fsdp2:2")
         case = Case(file, int(count))
-        if config.training.global_batch_size % case.num_processes:
+        # Processes that share rows count as one, which the launch itself knows.
+        if config.training.global_batch_size % case.num_processes and refusal(file, case.num_processes, config):
             left_out.append(
                 f"{case.name}, because {case.num_processes} processes do not divide training.global_batch_size {config.training.global_batch_size}"
             )

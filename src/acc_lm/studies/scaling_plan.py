@@ -137,16 +137,12 @@ def _computation(row: ScalingRow, first: ScalingRow) -> float:
 
 
 def _bytes_sent(config: Config, file: Path, shape: Shape, num_processes: int) -> float:
-    """Bytes that each process sends in rings; the link's facts are those of any GPU, because bytes do not depend on them."""
-    from acc_lm.planning.constants import FITTED
-    from acc_lm.planning.hardware import GPUS
-    from acc_lm.planning.plan import layout_of
-    from acc_lm.planning.speed import communication
+    """Bytes that each process sends in a step."""
+    from acc_lm.planning.plan import bytes_sent
     from acc_lm.runtime import split_global_batch
 
     _, accumulation = split_global_batch(config.training, num_processes)
-    layout = layout_of(_placement(config, file, num_processes))
-    return communication(shape, next(iter(GPUS.values())), layout, accumulation, 1.0, FITTED).bytes_sent
+    return bytes_sent(shape, _placement(config, file, num_processes), accumulation)
 
 
 def _placement(config: Config, file: Path, num_processes: int) -> Placement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +17,19 @@ from acc_lm.evaluation.held_out import evaluate_all
 from acc_lm.optimization.optimizer import set_learning_rate
 from acc_lm.progress import Progress
 from acc_lm.rows.loader import build_loader
-from acc_lm.runtime import Gradients, on_main
+from acc_lm.runtime import Gradients, measure_step, on_main, readers
 from acc_lm.training.divergence import Watch
 from acc_lm.training.step import in_steps, train_step
 
 if TYPE_CHECKING:
     from acc_lm.training.run import Run
 
+NUM_STEPS = 3
+"""The first step, and two that are measured."""
+
 
 def try_everything(run: Run) -> None:
-    """Run one step, one evaluation, one save and one load; check that the load restores all tensors bit for bit.
+    """Run a step, an evaluation and a save, measure further steps, then load; check that all tensors are restored bit for bit.
 
     Every process calls. Files go to `dry-run` in the output folder and are removed at the end; no other file is touched.
 
@@ -35,9 +39,15 @@ def try_everything(run: Run) -> None:
     accelerator, work = run.accelerator, run.output_dir / "dry-run"
     on_main(accelerator, lambda: work.mkdir(parents=True, exist_ok=True))
     trial = _Trial(run, work)
-    stages = (("step", lambda: trial.step(1)), ("evaluate", trial.evaluate), ("save", trial.save), ("load", trial.load))
+    stages = (
+        ("step", trial.step),
+        ("evaluate", trial.evaluate),
+        ("save", trial.save),
+        ("measure", trial.measure),
+        ("load", trial.load),
+    )
     try:
-        with run.data.reading(run.plan.order, 0, None, accelerator.process_index, accelerator.num_processes):
+        with run.data.reading(run.plan.order, 0, None, *readers(accelerator)):
             for name, stage in stages:
                 started = time.monotonic()
                 line = f"dry run: {name:9}{stage()}"
@@ -58,15 +68,16 @@ class _Trial:
     def __init__(self, run: Run, work: Path) -> None:
         self._run, self._work, self._progress = run, work, Progress()
         accelerator, data, training = run.accelerator, run.data, run.config.training
-        loader = build_loader(data.train, run.micro_batches(2), 0, pin_memory=accelerator.device.type == "cuda")
+        loader = build_loader(data.train, run.micro_batches(NUM_STEPS), 0, pin_memory=accelerator.device.type == "cuda")
         self._steps = in_steps(loader, accelerator.gradient_accumulation_steps)
         self._gradients = Gradients(accelerator, run.model)
         training = training.model_copy(update={"max_nonfinite_steps": 1})
         self._watch = Watch(accelerator, self._gradients, training, run.plan.order, work)
-        self._saved, self._digest = work, ""
+        self._saved, self._digest, self._number = work, "", 0
 
-    def step(self, number: int) -> str:
-        run = self._run
+    def step(self) -> str:
+        run, self._number = self._run, self._number + 1
+        number = self._number
         rows = run.plan.order.rows_at(number)
         set_learning_rate(run.optimizer, run.config.optimizer.learning_rate)
         outcome = train_step(
@@ -100,9 +111,23 @@ class _Trial:
         size = on_main(run.accelerator, lambda: sum(file.stat().st_size for file in saved.iterdir()))
         return f"{size / 1e6:.1f} MB in {run.accelerator.num_processes} parts"
 
-    def load(self) -> str:
+    def measure(self) -> str:
         run = self._run
-        self.step(2)  # changes all weights and moments
+        cost = measure_step(run.accelerator, self.step)
+        length = run.config.data.sequence_length
+        flops = run.model_facts.flops.of_token(length) if not run.model_facts.flops.unknown else None
+        if run.is_main:
+            cost.write_if_asked(
+                identity=asdict(run.identity),
+                micro_batch_size=run.micro_batch_size,
+                accumulation=run.accelerator.gradient_accumulation_steps,
+                sequence_length=length,
+                flops_per_token=flops,
+            )
+        return f"a step takes {cost}"
+
+    def load(self) -> str:
+        run = self._run  # the steps that were measured have changed all weights and moments
         if self._weights() == self._digest:
             raise CheckpointError("a step must change the weights, got the same ones; check optimizer.learning_rate")
         load_checkpoint(run.accelerator, open_checkpoint(self._saved), run.model, run.optimizer)

@@ -91,18 +91,17 @@ class Run:
 
     def reading(self) -> AbstractContextManager[None]:
         """Context in which the rows of this run's steps can be read."""
-        accelerator, saved = self.accelerator, self.start.found.state.get("streams")
-        return self.data.reading(
-            self.plan.order, self.start.progress.step, saved, accelerator.process_index, accelerator.num_processes
-        )
+        saved = self.start.found.state.get("streams")
+        return self.data.reading(self.plan.order, self.start.progress.step, saved, *runtime.readers(self.accelerator))
 
     def micro_batches(self, last_step: int) -> MicroBatches:
         """Positions of this process's rows, for each micro-batch of this run's steps."""
+        reader, num_readers = runtime.readers(self.accelerator)
         return MicroBatches(
             self.plan.order,
             micro_batch_size=self.micro_batch_size,
-            process=self.accelerator.process_index,
-            num_processes=self.accelerator.num_processes,
+            process=reader,
+            num_processes=num_readers,
             first_step=self.start.progress.step + 1,
             last_step=last_step,
             lengths=self.data.padded_lengths,
@@ -174,7 +173,7 @@ def build_on_all(accelerator: Accelerator, config: Config, data: Data) -> tuple[
     options = config.adapter, data.packs, accelerator.device.type
     return runtime.initialise_once(
         accelerator,
-        lambda: build_model(config.model, tokenizer, length, config.seed, *options),
+        lambda: build_model(config.model, tokenizer, length, config.seed, *options, runtime.parts_of_rows()),
         lambda facts: build_empty_model(config.model, tokenizer, length, facts, *options),
     )
 

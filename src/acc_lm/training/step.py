@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from acc_lm.modeling.router import Router, RouterLoss
 from acc_lm.rows.batch import Batch, to_device
+from acc_lm.runtime import parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -75,7 +76,7 @@ def train_step(
 
     router_loss = None
     if router is not None:
-        router_loss = RouterLoss(accelerator, router, num_parts)
+        router_loss = RouterLoss(accelerator, router, num_parts // parts_of_rows(), parts_of_rows())
         if router.is_exact and accelerator.gradient_accumulation_steps > 1:
             micro_batches = list(micro_batches)
             router_loss.know_choices(_count_choices(accelerator, model, micro_batches, seed_masks, router.num_choices))

@@ -17,9 +17,11 @@ from torch import nn
 
 from acc_lm.config import Config
 from acc_lm.errors import MachineError
+from acc_lm.modeling.row_parts import RowParts
 from acc_lm.redaction import redact_words
 from acc_lm.runtime.engines.shards import pieces_of
 from acc_lm.runtime.settings.deepspeed import offload_device, overruled_settings
+from acc_lm.runtime.settings.grid import overruled_sizes, parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed, requested_strategy
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class Identity:
     updated_per_process: tuple[int, ...]
     """Number of elements whose optimizer state each process keeps."""
     is_rehearsal: bool
+    rows_in_parts: int = 1
+    """Number of processes that share each row."""
     notes: tuple[str, ...] = ()
 
 
@@ -84,6 +88,11 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     updated = sum(piece.length for piece in pieces if piece.is_trained)
     kept_by_all, updated_by_all = _on_all(accelerator, kept), _on_all(accelerator, updated)
     _check_shards(strategy, num_parameters, kept_by_all, updated_by_all, num_processes)
+    rows_in_parts = getattr(bare_model(model), "row_parts", RowParts()).size
+    if rows_in_parts != parts_of_rows():
+        raise MachineError(
+            f"rows must be cut into {parts_of_rows()} parts, as the Accelerate config requests, got {rows_in_parts}; nothing was trained"
+        )
     _check_settings(outer, strategy, optimizer, accelerator.device)
     device = accelerator.device
     on_gpu = device.type == "cuda"
@@ -99,11 +108,13 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
         if on_gpu
         else f"{device.type} ({platform.processor() or platform.machine()})",
         threads=torch.get_num_threads(),
-        placement=_placement(outer, strategy, num_parameters, kept_by_all, updated_by_all),
+        placement=_placement(outer, strategy, num_parameters, kept_by_all, updated_by_all)
+        + (f"; rows in {rows_in_parts} parts" if rows_in_parts > 1 else ""),
         num_parameters=num_parameters,
         parameters_per_process=kept_by_all,
         updated_per_process=updated_by_all,
         is_rehearsal=is_rehearsal,
+        rows_in_parts=rows_in_parts,
         notes=tuple(_notes(accelerator, config, strategy, num_processes, is_rehearsal)),
     )
 
@@ -278,6 +289,7 @@ def _notes(
             notes.append("fsdp_offload_params has no effect here: the parameters are on the CPU already")
     if strategy.startswith("deepspeed"):
         notes += overruled_settings(config, accelerator.gradient_accumulation_steps)
+    notes += overruled_sizes()
     training = config.training
     from_launch = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if training.mixed_precision and from_launch and from_launch != training.mixed_precision:

@@ -18,6 +18,7 @@ from acc_lm.runtime.engines.shards import broadcast_weights, pieces_of, publish_
 from acc_lm.runtime.settings.deepspeed import partition
 from acc_lm.runtime.settings.fp8 import check_layers
 from acc_lm.runtime.settings.fsdp import block_classes
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, requested_strategy
 
 if TYPE_CHECKING:
@@ -87,7 +88,22 @@ def initialise_once(
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Call `accelerator.prepare` so that every engine starts from the main process's weights in full precision."""
+    """Call `accelerator.prepare` so that every engine starts from the main process's weights in full precision.
+
+    From here on the model divides rows, if the launch requests that. Every process calls.
+    """
+    model, optimizer = _prepare(accelerator, model, optimizer)
+    size = parts_of_rows()
+    if size > 1:  # neighbours, which share a machine where they can
+        timeout = accelerator.init_handler.timeout if accelerator.init_handler else None
+        group, _ = dist.new_subgroups(size, timeout=timeout)
+        bare_model(model).row_parts.begin(group)  # type: ignore[operator, union-attr]
+    return model, optimizer
+
+
+def _prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     strategy = requested_strategy()
     if not strategy.startswith("deepspeed"):
         if strategy in ("fsdp2", "hsdp"):

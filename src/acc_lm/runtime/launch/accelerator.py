@@ -22,6 +22,7 @@ from acc_lm.runtime.settings.deepspeed import build_models_whole
 from acc_lm.runtime.settings.extensions import build_extensions
 from acc_lm.runtime.settings.fp8 import recipe_kwargs
 from acc_lm.runtime.settings.fsdp import shard_on_cpu
+from acc_lm.runtime.settings.grid import without_grid
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,7 +68,7 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
             loads_on_main, request.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True, False
     project = ProjectConfiguration(str(output_dir), logging_dir=f"{output_dir}/tensorboard") if output_dir else None
     try:
-        with accelerates_own_refusals():
+        with accelerates_own_refusals(), without_grid():
             if strategy in ("fsdp2", "hsdp") and not has_accelerator:
                 shard_on_cpu(precision, keywords, group.to_kwargs())
             accelerator = Accelerator(

@@ -25,6 +25,7 @@ from acc_lm.runtime.settings.deepspeed import offload_device
 from acc_lm.runtime.settings.extensions import COMPILERS, check_extensions, has_libaio
 from acc_lm.runtime.settings.fp8 import check_rows
 from acc_lm.runtime.settings.fsdp import block_classes
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import has_accelerator, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _checked(config: Config) -> tuple[PreTrainedTokenizerBase | None, nn.Module]
     """The tokenizer, and the model on the meta device, after the checks of `check_run`."""
     from acc_lm.data import check_files
     from acc_lm.modeling.build import DTYPES
-    from acc_lm.modeling.checks import check_model
+    from acc_lm.modeling.checks import check_model, check_parts_early
     from acc_lm.text.tokenizer import load_tokenizer
 
     strategy, distributed = requested_strategy(), config.distributed
@@ -160,6 +161,8 @@ def _checked(config: Config) -> tuple[PreTrainedTokenizerBase | None, nn.Module]
     )
     if strategy in ("fsdp2", "hsdp"):
         block_classes(model)
+    if parts_of_rows() > 1:
+        check_parts_early(model, config.data.sequence_length, parts_of_rows())
     if strategy == "ddp":
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = trained * DTYPES[config.model.dtype].itemsize

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 Compute = Literal["autocast", "cast", "own"]
 """autocast: stored weights under autocast; cast: 16-bit copies of the weights; own: weights in the dtype that they have."""
-BUCKET_BYTES = 1e9
-"""DeepSpeed's buffer for 5e8 elements of 16 bits, its default."""
-MAX_LIVE = 1e9
-"""Elements that ZeRO-3 keeps gathered at most, its default."""
+MAX_FLAT = 5e8
+"""Gradients of a model that ZeRO-1 copies into one tensor at most, in bf16; DeepSpeed's constant."""
+MAX_LIVE, PREFETCHED = 1e9, 5e7
+"""Elements that ZeRO-3 keeps gathered at most, and those that it gathers at a time: DeepSpeed's defaults."""
 STORED = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -41,11 +42,25 @@ class Placement:
     state: float
     """Bytes of a trained parameter that are always there in addition: moments, fp32 weights, DDP's buckets."""
     gradients: float
-    """Bytes of a trained parameter's gradient between micro-batches and at the end of a step."""
+    """Bytes of a trained parameter's gradient at the end of the backward passes of a step."""
+    held: float
+    """Bytes of a trained parameter's gradient between micro-batches."""
+    updates: float
+    """Bytes of a trained parameter's gradient and of its copies at the update."""
+    at_once: bool = False
+    """True if the memory of all of a process's gradients is taken when the first is reduced."""
+    apart: bool = False
+    """True if the sum of earlier micro-batches is held in addition to the gradients."""
+    reduces: float = 0.0
+    """Bytes of an element that the reduction of a gradient takes in addition to it."""
+    flattens: float = 0.0
+    """Bytes of a trained parameter that the reduction of all gradients at once takes, up to MAX_FLAT of them."""
+    staged: float = 0.0
+    """Bytes of an element of the largest tensor, for its transfer between device and host."""
     gathers: Literal["nothing", "blocks", "all blocks", "limited"] = "nothing"
     """Weights that are gathered: block by block, all until the backward pass, or up to a number of elements."""
     buffers: float = 0.0
-    """Bytes of buffers for communication."""
+    """Bytes of buffers for communication, for models that are larger."""
     host: float = 0.0
     """Bytes of a trained parameter in the memory of the machine."""
     shards: int = 1
@@ -57,6 +72,8 @@ class Placement:
     """Share of the computation that communication can run next to."""
     offloads_moments: bool = False
     offloads_weights: bool = False
+    rows_in_parts: int = 1
+    """Processes that share each row."""
 
     @property
     def replicas(self) -> int:
@@ -94,42 +111,74 @@ def current_placement(config: Config) -> Placement:
         max(1, num_processes // here),
         compute,
         precision,
-        stored,
-        2 * stored,
-        stored,
+        weights=stored,
+        state=2 * stored,
+        gradients=stored,
+        held=stored,
+        updates=stored,
         shards=num_processes,
+        rows_in_parts=parts_of_rows(),
     )
     if strategy == "single":
         return replace(found, shards=1)
-    if strategy == "ddp":  # gradients are views of buckets, which always exist
-        return replace(found, shards=1, state=3 * stored, gradients=0)
+    if strategy == "ddp":
+        # Gradients are views of buckets, which always exist. Those of earlier micro-batches are outside of them until the last.
+        return replace(found, shards=1, state=3 * stored, gradients=0, updates=0)
     if strategy.startswith("deepspeed"):
         devices = offload_device("optimizer"), offload_device("param")
-        return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices)
-    shards = here if strategy == "hsdp" else num_processes
+        bucket = config.distributed.bucket_cap_mb * 2**20
+        return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices, bucket)
+    shards = _sharing(here) if strategy == "hsdp" else num_processes
     share = stored / shards
     keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
-    found = replace(found, gathers="all blocks" if keeps else "blocks")
+    found = replace(found, gathers="all blocks" if keeps else "blocks", reduces=4)
+    found = replace(
+        found, apart=shards < num_processes
+    )  # sums between the copies are kept until the end of a backward pass
     if flag("FSDP_OFFLOAD_PARAMS"):
-        found = replace(found, weights=0, state=0, gradients=0, host=4 * share)
+        found = replace(found, weights=0, state=0, gradients=0, held=0, updates=0, host=4 * share)
         return replace(found, offloads_weights=True, offloads_moments=True)
-    return replace(found, weights=share, state=2 * share, gradients=share)
+    return replace(found, weights=share, state=2 * share, gradients=share, held=share, updates=share)
 
 
-def _of_deepspeed(found: Placement, stage: int, is_mixed: bool, devices: tuple[str, str]) -> Placement:
-    """Placement of ZeRO, with fp32 weights and fp32 sums of gradients next to 16-bit ones under mixed precision."""
+def _sharing(here: int) -> int:
+    """Number of processes that share one copy under HSDP: the launch's grid if it fits the processes, else a machine's."""
+    grid = [int(os.environ.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE", "0")) for name in ("REPLICATE", "SHARD")]
+    return grid[1] if grid[0] * grid[1] == world_size() else here
+
+
+def _of_deepspeed(found: Placement, stage: int, is_mixed: bool, devices: tuple[str, str], bucket: float) -> Placement:
+    """Placement of ZeRO, with fp32 weights for the update next to those that are computed with, also in fp32.
+
+    Sources: DeepSpeed 0.19.8, stage_1_and_2.py, stage3.py and bf16_optimizer.py; tests/planning/test_engines_memory.py.
+
+    Args:
+        bucket: bytes of a bucket of fp32 gradients.
+    """
     n, small = found.num_processes, 2 if is_mixed else 4
-    weights = small / n if stage == 3 else float(small)
-    state = (12 if is_mixed else 8) / n
-    gradients = {1: float(small + 4 * is_mixed), 2: 4 / n, 3: (4 + small + 2 * is_mixed) / n}[stage]
-    found = replace(found, shards_moments=True, shards_gradients=stage > 1, shards_weights=stage > 2)
-    found = replace(found, weights=weights, state=state, gradients=gradients, buffers=BUCKET_BYTES)
-    found = replace(found, gathers="limited" if stage == 3 else "nothing", overlap=0.5 if stage == 3 else 0.0)
+    found = replace(found, weights=small, state=12 / n, buffers=bucket, overlap=0.0, shards_moments=True)
+    found = replace(found, shards_gradients=stage > 1, shards_weights=stage > 2)
+    share = 4 / n
+    if stage == 1 and is_mixed:  # all sums of gradients are kept in fp32, next to 16-bit gradients that are set to zero
+        return replace(found, state=12 / n + 4, gradients=2, held=2, updates=2, flattens=4, buffers=0)
+    if stage == 1:
+        return replace(found, gradients=4 + share, held=4, updates=2 * share)
+    if stage == 2:
+        found = replace(found, gradients=share, held=share, updates=share, at_once=True, reduces=6, buffers=bucket / 2)
+        if not is_mixed:
+            found = replace(found, updates=2 * share, apart=True, reduces=4, buffers=bucket)
+        if devices[0] == "none":
+            return found
+        found = replace(found, offloads_moments=True, state=0, host=(16 + small) / n, staged=small)
+        return found if is_mixed else replace(found, gradients=0, held=0, updates=0, apart=False, host=24 / n)
+    # Gradients are part of the state: their sums have a buffer that always exists.
+    found = replace(found, weights=small / n, state=16 / n, gradients=0, held=0, updates=share, gathers="limited")
+    found = replace(found, overlap=0.5, reduces=4 if is_mixed else 0)
     if devices[0] != "none":
-        found = replace(found, offloads_moments=True, state=0, gradients=0, host=state + 4 / n)
+        found = replace(found, offloads_moments=True, state=0, updates=0, host=20 / n)
     if devices[1] != "none":
-        found = replace(found, offloads_weights=True, weights=0, host=found.host + weights)
+        found = replace(found, offloads_weights=True, weights=0, host=found.host + small / n)
     return found
 
 
@@ -154,6 +203,9 @@ NOT_PLANNED = {
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
+    "sequence_parallel": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "ddp_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "deepspeed_zero3_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
 }
 """The other files of accelerate_configs/, and why no plan is made for them."""
 

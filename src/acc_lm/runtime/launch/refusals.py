@@ -13,6 +13,7 @@ from acc_lm.errors import ConfigError, MachineError
 from acc_lm.runtime.launch.rendezvous import is_launchers_store
 from acc_lm.runtime.settings.config_file import rendezvous_backend, requested_processes
 from acc_lm.runtime.settings.fp8 import check_machine
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision
 
 if TYPE_CHECKING:
@@ -136,9 +137,11 @@ def refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
 
 
 def refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
-    if not config.training.find_micro_batch_size or strategy in ("single", "ddp"):
+    if not config.training.find_micro_batch_size or (strategy in ("single", "ddp") and parts_of_rows() == 1):
         return
     where = f"under {strategy}, where a process that runs out of memory leaves the others waiting for its shard"
+    if parts_of_rows() > 1:
+        where = "with rows in parts, where a process that runs out of memory leaves the others waiting for its part"
     if strategy.startswith("deepspeed"):
         where = "under DeepSpeed, which fixes the size when it is built"
     raise ConfigError(

@@ -17,6 +17,7 @@ from acc_lm.runtime.settings.config_file import check_config_file, config_file, 
 from acc_lm.runtime.settings.deepspeed import deepspeed_plugin, offload_device, requested_plugin
 from acc_lm.runtime.settings.fp8 import check_recipe
 from acc_lm.runtime.settings.fsdp import fsdp_plugin, mesh
+from acc_lm.runtime.settings.grid import check_grid, parts_of_rows
 from acc_lm.runtime.settings.strategy import has_accelerator, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def read_launch(config: Config | None, typed: Namespace | None = None) -> Launch
         os.environ |= lost_settings()
         strategy, on_accelerator = requested_strategy(), has_accelerator()
         refusals.refuse_what_needs_a_launcher(strategy)
+        check_grid(num_processes, strategy, typed)
         precision = refusals.checked_precision(
             config.training.mixed_precision if config else None, on_accelerator, strategy
         )
@@ -111,10 +113,12 @@ def _fit_recipe(config: Config, request: LaunchRequest) -> tuple[int, int]:
             "optimizer.name must be adamw under DeepSpeed, which updates flat parts of the weights that are no longer matrices, got muon; "
             "set optimizer.name=adamw, or use accelerate_configs/fsdp2.yaml"
         )
-    if config.data.streaming and config.data.num_streams % request.num_processes:
+    num_readers, parts = request.num_processes // parts_of_rows(), parts_of_rows()
+    if config.data.streaming and config.data.num_streams % num_readers:
+        divided = f" / {parts} parts of a row" if parts > 1 else ""
         raise ConfigError(
-            f"data.num_streams must be a multiple of the number of processes {request.num_processes}, got {config.data.num_streams}; "
-            f"nearest: {nearest_multiples(config.data.num_streams, request.num_processes)}"
+            f"data.num_streams must be a multiple of the number of processes {request.num_processes}{divided}, got {config.data.num_streams}; "
+            f"nearest: {nearest_multiples(config.data.num_streams, num_readers)}"
         )
     micro_batch_size, accumulation = split_global_batch(config.training, request.num_processes)
     refusals.refuse_overwritten_gradients(request.compiler, accumulation)
@@ -131,18 +135,25 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
     """Return (micro-batch size, micro-batches per optimizer step) of each process.
 
     If a process's share of the global batch is smaller than the recipe's micro-batch, the micro-batch is that share.
+    Processes that share their rows count as one.
+
+    Args:
+        num_processes: number of processes of this launch.
 
     Raises:
         ConfigError: the global batch does not divide evenly.
     """
-    share, rest = divmod(training.global_batch_size, num_processes)
+    parts = parts_of_rows()
+    num_readers = num_processes // parts
+    share, rest = divmod(training.global_batch_size, num_readers)
     micro = min(training.micro_batch_size, share)
     if rest or share % micro:
-        per_round = training.micro_batch_size * num_processes
-        multiple_of = f"micro_batch_size {training.micro_batch_size} x {num_processes} processes = {per_round}"
+        per_round = training.micro_batch_size * num_readers
+        processes = f"{num_processes} processes" + (f" / {parts} parts of a row" if parts > 1 else "")
+        multiple_of = f"micro_batch_size {training.micro_batch_size} x {processes} = {per_round}"
         if training.global_batch_size < per_round:
-            per_round = math.lcm(training.micro_batch_size, num_processes)
-            multiple_of = f"micro_batch_size {training.micro_batch_size} and of the {num_processes} processes"
+            per_round = math.lcm(training.micro_batch_size, num_readers)
+            multiple_of = f"micro_batch_size {training.micro_batch_size} and of the {processes}"
         raise ConfigError(
             f"training.global_batch_size must be a multiple of {multiple_of}, got {training.global_batch_size}; nearest: "
             f"{nearest_multiples(training.global_batch_size, per_round)}; or change training.micro_batch_size"

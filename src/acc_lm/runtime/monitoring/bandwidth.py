@@ -18,7 +18,7 @@ from acc_lm.runtime.monitoring.traffic import ring_share
 
 BUCKETED_CONFIGS = ("ddp", "deepspeed_zero2")
 """Files in accelerate_configs/ whose engines collect gradients in buckets of distributed.bucket_cap_mb."""
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def bus_bandwidth(kind: str, num_bytes: int, num_processes: int, seconds: float) -> float:
@@ -47,6 +47,11 @@ def time_collective(kind: str, num_bytes: int, device: torch.device, repeats: in
             run = lambda: dist.all_gather_into_tensor(full, part)  # noqa: E731
             run()
             right = all(float(full[i * share]) == i + 1 for i in range(world))
+        elif kind == "all-to-all":
+            received = torch.empty_like(full)
+            run = lambda: dist.all_to_all_single(received, full)  # noqa: E731
+            run()
+            right = all(float(received[i * share]) == i + 1 for i in range(world))
         else:
             run = lambda: dist.reduce_scatter_tensor(part, full)  # noqa: E731
             run()

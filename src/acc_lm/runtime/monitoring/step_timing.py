@@ -16,6 +16,7 @@ from torch import nn
 from acc_lm.rows.batch import Batch
 from acc_lm.runtime.monitoring.exposed_communication import watch_backward, watched
 from acc_lm.runtime.monitoring.traffic import CountedStep
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import requested_strategy
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ class Pace:
 
     Early arrivals at a collective wait longer than late ones, so the minimum over processes is the communication itself.
     Each process then takes as long as the slowest. A straggler therefore shows only before the first forward of a step
-    (data, host) and in that forward, as until then no process waits. Engines that fetch weights from other processes
-    also wait in the forward, so under them only the time before it counts. Events on a GPU are read when a step is
+    (data, host) and in that forward, as until then no process waits. Engines that fetch weights from other processes,
+    and processes that share rows, also wait in the forward, so under them only the time before it counts. Events on a GPU are read when a step is
     logged, so nothing waits for them, and data that is late while the device still has work costs nothing.
     """
 
@@ -80,7 +81,7 @@ class Pace:
         self._slow, self._times, self._reported = -1, 0, -1
         strategy = requested_strategy()
         self._copies_buffers = strategy == "ddp"  # between the two hooks below
-        self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3")
+        self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3") or parts_of_rows() > 1
         self._counted = CountedStep.asked()
         self._is_in_step = False
         self._watched: AbstractContextManager[None] = nullcontext()

@@ -52,7 +52,7 @@ def check_config_file(typed: Namespace | None = None) -> None:
         if line != dict(reversed(lines))[key]
     ]
     places = {key: f"{file}:{line}: " for key, line in lines}
-    problems += _uneven_machines(config, places.get("num_processes", ""), typed or _launch_arguments())
+    problems += _uneven_machines(config, places.get("num_processes", ""), typed or launch_arguments())
     for section in _sections():
         values = getattr(config, section, None) or {}
         if not isinstance(values, dict):
@@ -78,7 +78,7 @@ def config_file() -> Path | None:
     Raises:
         MachineError: the named file does not exist.
     """
-    arguments = _launch_arguments()
+    arguments = launch_arguments()
     named = os.environ.get(CONFIG_FILE_VARIABLE) or getattr(arguments, "config_file", None)
     if named:
         if not Path(named).is_file():
@@ -107,7 +107,7 @@ def requested_processes(typed: Namespace | None = None) -> int:
     Args:
         typed: as for `check_config_file`.
     """
-    arguments = typed or _launch_arguments()
+    arguments = typed or launch_arguments()
     if number := getattr(arguments, "num_processes", None):
         return int(number)
     file = config_file()
@@ -133,7 +133,7 @@ def lost_settings() -> dict[str, str]:
     dynamo = {
         f"dynamo_{key.removeprefix('dynamo_')}": value for key, value in getattr(config, "dynamo_config", {}).items()
     }
-    typed = _launch_arguments()
+    typed = launch_arguments()
     from_command_line = {key: getattr(typed, key) for key in getattr(typed, "nondefault", ())}
     settings: dict[str, str] = {}
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
@@ -327,7 +327,7 @@ def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
             yield from _key_lines(value, f"{prefix}{key.value}.")
 
 
-def _launch_arguments() -> Namespace | None:
+def launch_arguments() -> Namespace | None:
     """Arguments of the `accelerate launch` that started this process; None if it was started in another way."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # set by every launch, whatever the strategy
         return None

@@ -12,6 +12,7 @@ from torch import nn
 
 from acc_lm.errors import MachineError
 from acc_lm.runtime.settings.config_file import resolved_deepspeed_config
+from acc_lm.runtime.settings.grid import parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -82,7 +83,8 @@ def deepspeed_plugin(
     }
     plugin = requested_plugin(precision, owned)
     settings = plugin.deepspeed_config
-    settings |= owned
+    # The engine counts processes, not those that read different rows.
+    settings |= owned | {"train_batch_size": config.training.global_batch_size * parts_of_rows()}
     plugin.gradient_accumulation_steps = accumulation
     zero = settings["zero_optimization"]
     bytes_per_gradient = 4

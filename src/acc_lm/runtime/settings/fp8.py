@@ -10,6 +10,7 @@ from torch import nn
 
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError, MachineError
+from acc_lm.runtime.settings.grid import parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate.utils import AORecipeKwargs
@@ -67,7 +68,7 @@ def check_rows(config: Config, micro_batch_size: int) -> None:
         ConfigError: the number of positions is not a multiple of `MULTIPLE`, as the hardware requires.
     """
     rows = 1 if config.training.find_micro_batch_size else micro_batch_size  # the search may end at 1
-    length = config.data.sequence_length
+    length = -(-config.data.sequence_length // parts_of_rows())
     if rows * length % MULTIPLE:
         raise ConfigError(
             f"data.sequence_length x training.micro_batch_size must be a multiple of {MULTIPLE} with training.mixed_precision fp8, got "

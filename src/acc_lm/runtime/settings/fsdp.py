@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from acc_lm.errors import MachineError
+from acc_lm.runtime.settings.grid import SWITCH_VARIABLE, ProcessGrid, requested_grid
 from acc_lm.runtime.settings.strategy import flag
 
 if TYPE_CHECKING:
@@ -55,28 +56,31 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
 
 
 def mesh(num_processes: int) -> ParallelismConfig | None:
-    """Grid of the processes, replicas x shards; None if the launch does not ask for one.
+    """ProcessGrid of the processes, replicas x shards; None if the launch does not ask for one.
 
     Raises:
         MachineError: the grid does not have the launch's number of processes, or shards nothing.
     """
-    if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    grid = requested_grid()
+    if grid == ProcessGrid() and not flag(SWITCH_VARIABLE):
         return None
     from accelerate.utils import ParallelismConfig
 
-    sizes = ParallelismConfig()
-    replicas, shards = sizes.dp_replicate_size, sizes.dp_shard_size
-    if replicas * shards != num_processes:
+    in_parts = f" x {grid.key.removeprefix('parallelism_config_')} {grid.rows}" if grid.rows > 1 else ""
+    if grid.copies * grid.shards * grid.rows != num_processes:
         raise MachineError(
-            f"parallelism_config must multiply to the number of processes, got dp_replicate_size {replicas} x dp_shard_size "
-            f"{shards} for {num_processes} processes; change num_processes or the sizes"
+            f"parallelism_config must multiply to the number of processes, got dp_replicate_size {grid.copies} x dp_shard_size "
+            f"{grid.shards}{in_parts} for {num_processes} processes; change num_processes or the sizes"
         )
+    shards = grid.shards * grid.rows  # processes that share a row hold different shards, as Accelerate's mesh has it
     if shards == 1:
         raise MachineError(
             f"parallelism_config_dp_shard_size must be at least 2, got 1, which shards nothing, for {num_processes} processes; use "
             "accelerate_configs/ddp.yaml"
         )
-    return sizes
+    return ParallelismConfig(
+        dp_replicate_size=grid.copies, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1, sp_backend="deepspeed"
+    )
 
 
 def shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from acc_lm.errors import MachineError
 from acc_lm.runtime.settings.deepspeed import deepspeed_config
+from acc_lm.runtime.settings.grid import requested_grid
 
 
 def world_size() -> int:
@@ -63,28 +64,13 @@ def requested_strategy() -> str:
                 f"{', which shards nothing; use accelerate_configs/ddp.yaml' if stage == 0 else '; write one of these numbers'}"
             )
         return f"deepspeed_zero{stage}"
-    sizes = {
-        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    if flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        for name in ("tp", "cp", "sp"):
-            if sizes[name] > 1:
-                raise MachineError(
-                    f"parallelism_config_{name}_size must be 1, got {sizes[name]}: this version splits data and parameters, "
-                    "not layers or rows; use accelerate_configs/hsdp.yaml"
-                )
     if flag("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "1") != "2":
             raise MachineError(
                 "fsdp_version must be 2, got 1, which torch no longer develops; use accelerate_configs/fsdp2.yaml, hsdp.yaml for "
                 "HYBRID_SHARD, ddp.yaml for NO_SHARD (accelerate to-fsdp2 would turn these two into full shards)"
             )
-        return "hsdp" if sizes["dp_replicate"] > 1 else "fsdp2"
-    if flag("ACCELERATE_USE_PARALLELISM_CONFIG") and max(sizes.values()) > 1:
-        raise MachineError(
-            f"a parallelism_config must come with use_fsdp, got sizes {sizes} without; use accelerate_configs/hsdp.yaml"
-        )
+        return "hsdp" if requested_grid().copies > 1 else "fsdp2"
     # Accelerate wraps torchrun's only process in DDP on a CPU, but not on a GPU.
     wraps_one = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ and not has_accelerator()
     return "ddp" if wraps_one or os.environ.get("WORLD_SIZE", "1") != "1" else "single"

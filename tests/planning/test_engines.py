@@ -1,0 +1,134 @@
+"""Plan of a step against real steps of every engine on CPU processes: bytes of its tensors, and bytes that it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from processes import ROOT, launcher_environment, run_everywhere
+
+from acc_lm import runtime
+from acc_lm.config import Config, TokenizerConfig
+from acc_lm.planning.hardware import GPUS
+from acc_lm.planning.memory import memory_of
+from acc_lm.planning.plan import layout_of, shape_of
+from acc_lm.planning.probe import Probe
+from acc_lm.planning.speed import Work, step_time
+from acc_lm.runtime import LiveBytes, placement_of
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2000, "max_position_embeddings": 256,
+}  # fmt: skip
+ENGINES = {
+    "single_gpu": 1, "ddp": 2, "fsdp2": 2, "fsdp2_grad_op": 2, "hsdp": 4, "deepspeed_zero1": 2, "deepspeed_zero2": 2,
+    "deepspeed_zero3": 2, "deepspeed_zero2_offload": 2, "deepspeed_zero3_offload": 2,
+}  # fmt: skip
+VOCABULARY, ACCUMULATION = 257, 2
+
+
+class RealBytes(LiveBytes):
+    """Bytes of a rehearsal that a GPU has too: gloo's own copy of what it reduces is none."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "aten" and _is_in("reduce_scatter_single"):
+            return function(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _is_in(name: str) -> bool:
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+def config_of(num_processes: int, precision: str, checkpointing: Any, rows: int, length: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"config": LLAMA, "gradient_checkpointing": checkpointing},
+            "tokenizer": {"kind": "byte"},
+            "data": {"source": "synthetic", "sequence_length": length},
+            "training": {
+                "max_steps": 3,
+                "mixed_precision": precision,
+                "global_batch_size": rows * num_processes * ACCUMULATION,
+                "micro_batch_size": rows,
+            },
+            "distributed": {"bucket_cap_mb": 1},  # smaller than the model, as on a GPU
+            "tracking": {"report_to": []},
+        }
+    )
+
+
+def real_steps(config: Config) -> dict[str, float]:
+    """Bytes of tensors between steps and at the most, and bytes sent in a ring, in the third step of this process."""
+    from acc_lm.modeling.build import build_empty_model, build_model
+    from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.text.tokenizer import make_tokenizer
+    from acc_lm.training.step import train_step
+
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    length, rows = config.data.sequence_length, config.training.micro_batch_size
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    runtime.quiet_libraries()
+    accelerator = runtime.build_accelerator(config)
+    ids = torch.randint(0, VOCABULARY, (rows, length + 1))
+    batch = {"input_ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+    live = RealBytes()
+    with live.counting():
+        model, _ = runtime.initialise_once(
+            accelerator,
+            lambda: build_model(config.model, tokenizer, length, 0),
+            lambda facts: build_empty_model(config.model, tokenizer, length, facts),
+        )
+        model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
+        runtime.warm_up(accelerator, model, batch)
+        gradients = runtime.Gradients(accelerator, model)
+        for step in (1, 2, 3):
+            live.forget()
+            with runtime.Traffic() if step == 3 else contextlib.nullcontext() as traffic:
+                train_step(
+                    accelerator, model, optimizer, [batch] * ACCUMULATION, step=step, seed=0,
+                    num_targets=rows * length * num_processes * ACCUMULATION, max_grad_norm=1.0, gradients=gradients,
+                )  # fmt: skip
+    sent = runtime.summarize_traffic(traffic.calls)
+    return {"most": live.most, "between": live.now, "sent": sum(entry["ring_bytes"] for entry in sent.values())}
+
+
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "rows", "length"),
+    [("no", False, 8, 128), ("bf16", "selective", 8, 128), ("bf16", True, 8, 128), ("bf16", False, 1, 16)],
+)
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_plan_is_what_a_real_step_holds_and_sends(
+    name: str, precision: str, checkpointing: Any, rows: int, length: int
+) -> None:
+    count = ENGINES[name]
+    config = config_of(count, precision, checkpointing, rows, length)
+    file = ROOT / f"accelerate_configs/{name}.yaml"
+    environment = launcher_environment(file, count) if count > 1 else {}
+
+    def here() -> dict[str, float]:
+        torch.set_num_threads(1)
+        return real_steps(config)
+
+    real = run_everywhere(here, count, environment=environment)
+    placement = placement_of(file, count, 1, config)
+    probe = Probe(config, VOCABULARY, on_gpu=False)
+    kind = {False: "no", True: "full"}.get(checkpointing, checkpointing)
+    plan = memory_of(probe, placement, rows, ACCUMULATION, kind)
+    host = plan.host / count  # in a rehearsal that is the same memory
+    most, between = max(each["most"] for each in real), max(each["between"] for each in real)
+    found = (plan.tensors + host) / most, (plan.parts["weights and moments"] + host) / between
+    shape = shape_of(probe)
+    assert shape is not None
+    sent = step_time(shape, GPUS["H100"], layout_of(placement), Work(length, rows, ACCUMULATION)).bytes_sent
+    print(name, precision, checkpointing, found, sent, real[0]["sent"])
+    assert sent == pytest.approx(real[0]["sent"], rel=0.01)
+    assert abs(found[1] - 1) < 0.02
+    assert abs(found[0] - 1) < 0.02
