@@ -99,12 +99,11 @@ def _shard(model: Any, reshards: bool, **settings: Any) -> None:
     """Shard as Accelerate does: a unit per block, one for the embedding, and one for the last norm with the head."""
     from torch.distributed.fsdp import fully_shard
 
-    bare = model.base_model.model if hasattr(model, "peft_config") else model
-    blocks = getattr(bare.base_model, "layers", None) or bare.base_model.h
+    blocks = getattr(model.base_model, "layers", None) or model.base_model.h
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshards, **settings)
-    embedding, head = bare.get_input_embeddings(), bare.get_output_embeddings()
-    norm = getattr(bare.base_model, "norm", None) or bare.base_model.ln_f
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    norm = getattr(model.base_model, "norm", None) or model.base_model.ln_f
     if embedding.weight is head.weight:
         last = [norm, embedding, head]
     else:

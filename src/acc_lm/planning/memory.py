@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from acc_lm.planning.hardware import GIB
 from acc_lm.planning.probe import Checkpointing, Probe
-from acc_lm.runtime import MAX_FLAT, MAX_LIVE, PREFETCHED, Placement
+from acc_lm.runtime import KEPT, MAX_FLAT, MAX_LIVE, PREFETCHED, Placement
 
 CUDA, NCCL = 0.6 * GIB, 1.0 * GIB
 """Bytes of CUDA's context with its libraries, and of NCCL's buffers."""
@@ -158,8 +158,8 @@ def _gathered(probe: Probe, placement: Placement) -> _Gathered:
         rest = whole - (head - tied)
         return _Gathered(whole, whole + head, rest + reduced_head, rest - block + reduced, reduced)
     if placement.gathers == "limited":
-        live = float(size * min(counts.total, MAX_LIVE))
+        live = size * min(counts.total, KEPT + counts.head + 2 * PREFETCHED, MAX_LIVE)
         again = size * min(counts.total - counts.head, PREFETCHED)  # what arrives at a time has a second copy
-        back = live + again if counts.total > MAX_LIVE else live - (head - tied)
+        back = live + again if counts.total > KEPT else live - (head - tied)
         return _Gathered(live + again, live, back, back, live)
     return _Gathered()

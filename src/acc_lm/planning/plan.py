@@ -16,7 +16,7 @@ from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
 from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Work, communication, step_time
-from acc_lm.runtime import NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
+from acc_lm.runtime import KEPT, NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
@@ -246,6 +246,8 @@ def layout_of(placement: Placement) -> Layout:
         moment_shards=n if placement.shards_moments else 1,
         replicas=placement.replicas,
         regathers=placement.gathers in ("blocks", "limited"),
+        keeps=KEPT if placement.gathers == "limited" else 0.0,
+        keeps_head=placement.gathers in ("blocks", "all blocks"),
         reduces_each_micro_batch=placement.shards_gradients,
         scatters_gradients=is_sharded,
         overlap=placement.overlap,

@@ -99,6 +99,10 @@ class Layout:
     """Groups of GPUs that each hold a copy."""
     regathers: bool = False
     """True: weights are freed after the forward pass and gathered again for the backward pass."""
+    keeps: float = 0.0
+    """Weights that are not freed then."""
+    keeps_head: bool = False
+    """True: the output head and the norm before it are not freed either."""
     reduces_each_micro_batch: bool = False
     """True: gradients are summed over the GPUs after each micro-batch; False: after the last one of a step."""
     scatters_gradients: bool = False
@@ -353,7 +357,8 @@ def communication(
     pieces = float(shape.layers)
     sent = wire = 0.0
     if layout.weight_shards > 1:
-        gathers = 2 if layout.regathers else 1
+        kept = layout.keeps + layout.keeps_head * (shape.head_parameters + shape.hidden)
+        gathers = 1 + layout.regathers * max(0.0, 1 - kept / total)
         each = gathers * net.ring(weights, layout.weight_shards, pieces)
         part = micro_batches * gathers * weights * _share(layout.weight_shards)
         sent, wire = sent + part, wire + net.leaves(part, layout.weight_shards)

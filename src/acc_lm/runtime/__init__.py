@@ -35,6 +35,7 @@ from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
 from acc_lm.runtime.launch.layout import (
     CONFIGS_BY_SIZE,
+    KEPT,
     MAX_FLAT,
     MAX_LIVE,
     NOT_PLANNED,
@@ -77,6 +78,7 @@ __all__ = [
     "COLLECTIVES",
     "CONFIGS_BY_SIZE",
     "COUNT_TRAFFIC",
+    "KEPT",
     "MAX_FLAT",
     "MAX_LIVE",
     "MEASURED_FILE",

@@ -20,7 +20,9 @@ Compute = Literal["autocast", "cast", "own"]
 MAX_FLAT = 5e8
 """Gradients of a model that ZeRO-1 copies into one tensor at most, in bf16; DeepSpeed's constant."""
 MAX_LIVE, PREFETCHED = 1e9, 5e7
-"""Elements that ZeRO-3 keeps gathered at most, and those that it gathers at a time: DeepSpeed's defaults."""
+"""Elements that ZeRO-3 has gathered at most, and those that it gathers at a time: DeepSpeed's defaults."""
+KEPT = 5e8
+"""Elements that stay gathered from forward to backward, because they are used again within 1e9 others, its default."""
 STORED = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
