@@ -50,7 +50,7 @@ PLAN_STYLE = f"""
 .slider input {{ width: 100%; max-width: 44rem; height: 2rem; margin: 0; display: block; }} .slider p {{ margin: 0; font-weight: 600; }} .slider small {{ font-weight: 400; }}
 .option {{ max-width: 60rem; margin: .7rem 0; break-inside: avoid; font-size: 14px; }} .option p {{ display: flex; gap: 0 .9rem; align-items: baseline; margin: 0 0 .2rem; }}
 .option p :last-child {{ margin-left: auto; text-align: right; font-variant-numeric: tabular-nums; }} .option small {{ font-size: 12px; opacity: .8; }}
-@media (max-width: 640px) {{ .option p {{ display: grid; grid-template-columns: 1fr auto; }} .option p :last-child {{ grid-area: 1 / 2; }} .option p small {{ grid-area: 2 / 1; }} }}
+@media (max-width: 640px) {{ .option p {{ overflow-wrap: normal; display: grid; grid-template-columns: 1fr auto; }} .option p :last-child {{ grid-area: 1 / 2; }} .option p small {{ grid-area: 2 / 1; }} }}
 .stack, .span {{ position: relative; height: 1.15em; background: var(--soft); border-radius: 3px; overflow: hidden; display: flex; print-color-adjust: exact; -webkit-print-color-adjust: exact; }}
 .stack i {{ flex: none; height: 100%; border-right: 1px solid Canvas; }} .stack .least, .swatch .least {{ background: GrayText; }}
 .stack .most, .swatch .most {{ background: repeating-linear-gradient(135deg, GrayText 0 2px, transparent 2px 6px); }}
@@ -232,7 +232,6 @@ def _recommendation(each: PlannedNumber, planned: Planned) -> list[Part]:
     if best is None:
         first, *more = each.ways_out
         return [Paragraph(first, is_bad=True), *(Paragraph(line.strip()) for line in more)]
-    memory = best.memory
     pairs = [
         ("config", best.placement.config),
         ("micro-batch x accumulation", f"{best.micro_batch_size} x {best.accumulation}"),
@@ -240,7 +239,7 @@ def _recommendation(each: PlannedNumber, planned: Planned) -> list[Part]:
         ("compile", "yes" if best.compiled else "no"),
         (
             "memory of a GPU",
-            f"{memory.low / GIB:.0f} to {memory.high / GIB:.0f} GiB of {each.machine.gpu.memory_gib:g}",
+            f"{_gib(best)} of {each.machine.gpu.memory_gib:g} GiB",
         ),
     ]
     if best.time:
