@@ -181,6 +181,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "FSDP1 by default": (FSDP | {"fsdp_config": {"fsdp_offload_params": False}}, [], 2, "fsdp_version must be 2, got 1"),
     "a second switch": (FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], 2, "fsdp_activation_checkpointing must be false in the Accelerate config, got true; the recipe has one switch"),
     "tensor parallel": (parallel(tp=2), [], 2, "parallelism_config_tp_size must be 1, got 2"),
+    "no part of a row": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "0"}, [], 2, "parallelism_config_sp_size must be at least 1, got 0"),
     "rows cut twice": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "2"}, [], 4, "only one of parallelism_config_cp_size and parallelism_config_sp_size must be above 1, got 2 and 2"),
     "parts of layers and rows": (parallel(tp=2, sp=2), [], 4, "parallelism_config_tp_size must be 1, got 2"),
     "parts for fewer processes": (parallel(DDP, sp=2), [], 3, "parallelism_config_sp_size must divide the number of processes 3, got 2"),
