@@ -282,7 +282,7 @@ def check_parts_early(model: PreTrainedModel, sequence_length: int, size: int) -
         if size not in possible:
             near = [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
             raise ConfigError(
-                f"parallelism_config_sp_size must divide the {heads} attention heads of the model, and divide or be a multiple of its "
+                f"parallelism_config_sp_size (or cp_size) must divide the {heads} attention heads of the model, and divide or be a multiple of its "
                 f"{shared} key-value heads, got {size}; nearest: {' or '.join(map(str, near))}"
             )
     for module in model.modules():
@@ -344,7 +344,7 @@ def check_row_parts(model: PreTrainedModel, sequence_length: int, size: int, att
 
 def _refuse_parts(model: PreTrainedModel, size: int, got: str) -> NoReturn:
     raise ConfigError(
-        f"parallelism_config_sp_size must be 1 for a model of type {model.config.model_type}, got {size} for {got}; remove it from the "
+        f"parallelism_config_sp_size (or cp_size) must be 1 for a model of type {model.config.model_type}, got {size} for {got}; remove it from the "
         "Accelerate config, and save memory with model.gradient_checkpointing=true"
     )
 
