@@ -141,6 +141,7 @@ ON_THE_HUB = {
         "model.config={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 3, num_key_value_heads: 1}",
         None,
     ),
+    "finetune_llama-3.2-1b_long-rows": ("data.dataset_split=train", None),
     "finetune_qwen3-0.6b_wikitext": ("data.skip_bad_rows=20", r"note +30 records without usable text were skipped"),
     "finetune_llama-3.2-1b_lora": (
         "adapter.rank=2",

@@ -38,7 +38,7 @@ def start(tiny: list[str], num_processes: int, sabotage: object, config: str = "
     ("victim", "config"),
     [
         (1, "ddp"), (0, "fsdp2"), (1, "deepspeed_zero2"),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in [(0, "ddp"), (1, "fsdp2"), (0, "deepspeed_zero2")]),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in [(0, "ddp"), (1, "fsdp2"), (0, "deepspeed_zero2"), (0, "ddp_sequence"), (1, "ddp_sequence")]),
     ],
 )  # fmt: skip
 def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, tiny: list[str], tmp_path: Path) -> None:
@@ -74,14 +74,15 @@ def test_a_process_that_dies_is_named_with_the_step(config: str, victim: int, ti
     assert "resumed_from" not in summary
 
 
-def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["ddp", pytest.param("ddp_sequence", marks=pytest.mark.slow)])
+def test_a_process_that_hangs_is_named_after_the_timeout(config: str, tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank == 1:
             wrap("acc_lm.training.train_step", lambda: os.kill(os.getpid(), signal.SIGSTOP), 4)
 
     hasty = [*tiny, "distributed.timeout_seconds=4", "distributed.step_timeout_seconds=1"]
     started = time.monotonic()
-    launch = start(hasty, 2, sabotage)
+    launch = start(hasty, 2, sabotage, config)
     while not (tmp_path / "run/summary.json").exists():
         time.sleep(0.1)
     os.kill(launch.pids[1], signal.SIGKILL)
@@ -90,7 +91,7 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny: list[str], tmp_pa
     assert finished.codes[0] == 7, finished.outputs
     assert "got: process 1 is stopped (SIGSTOP), while process 0 was in step 4" in finished.errors[0]
     assert "warning: process 0 has been in step 4 for 1 s, here:" in finished.output
-    assert "in train_step" in finished.output
+    assert ("in train_step" if config == "ddp" else "in all_to_all_single") in finished.output
 
 
 @pytest.mark.slow
@@ -359,7 +360,9 @@ def test_a_launcher_leaves_no_process_when_one_is_killed(tiny: list[str], tmp_pa
     assert "process 1" in output
 
 
-@pytest.mark.parametrize("config", ["ddp", pytest.param("deepspeed_zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "config", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed_zero2", "ddp_sequence"))]
+)
 def test_a_straggler_is_named_once(config: str, tiny: list[str], tmp_path: Path) -> None:
     def sabotage(rank: int) -> None:
         if rank != 1:

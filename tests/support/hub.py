@@ -63,6 +63,13 @@ def datasets(words: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     ]  # fmt: skip
     return {
         "HuggingFaceFW/fineweb-edu": {"train": web},
+        "emozilla/pg19": {
+            split: [
+                {"short_book_title": name, "publication_date": 1890, "url": "http://x", "text": " ".join(books)}
+                for name, books in zip("abcdef", [words[number::6] for number in range(6)], strict=True)
+            ]
+            for split in ("train", "validation", "test")
+        },
         "Salesforce/wikitext": {"train": paragraphs[:40], "validation": paragraphs[60:], "test": paragraphs[40:60]},
         "yahma/alpaca-cleaned": {
             "train": [{name: record[name] for name in ("output", "input", "instruction")} for record in filled]

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+CHANGES_WITH_LENGTH = ("dynamic", "longrope")
+"""Types of transformers' rotary embeddings that depend on the largest position of a forward pass."""
+
+
 def check_model(
     config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -278,9 +282,16 @@ def check_parts_early(model: PreTrainedModel, sequence_length: int, size: int) -
         if size not in possible:
             near = [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
             raise ConfigError(
-                f"parallelism_config_sp_size must divide the {heads} attention heads of the model, and divide or be a multiple of its "
+                f"parallelism_config_sp_size (or cp_size) must divide the {heads} attention heads of the model, and divide or be a multiple of its "
                 f"{shared} key-value heads, got {size}; nearest: {' or '.join(map(str, near))}"
             )
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if (
+                kind in CHANGES_WITH_LENGTH
+            ):  # by the largest position that a process sees, which differs between the parts
+                _refuse_parts(model, size, f"positions that are rotated by the length of a row (rope_type {kind})")
     required, _ = run_probe(model, torch.zeros(1, 8, dtype=torch.int64, device="meta"), sequence_length)
     if set(required) != {"called"}:
         _refuse_parts(
@@ -333,7 +344,7 @@ def check_row_parts(model: PreTrainedModel, sequence_length: int, size: int, att
 
 def _refuse_parts(model: PreTrainedModel, size: int, got: str) -> NoReturn:
     raise ConfigError(
-        f"parallelism_config_sp_size must be 1 for a model of type {model.config.model_type}, got {size} for {got}; remove it from the "
+        f"parallelism_config_sp_size (or cp_size) must be 1 for a model of type {model.config.model_type}, got {size} for {got}; remove it from the "
         "Accelerate config, and save memory with model.gradient_checkpointing=true"
     )
 

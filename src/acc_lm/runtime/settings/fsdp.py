@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime.settings.grid import SWITCH_VARIABLE, ProcessGrid, requested_grid
-from acc_lm.runtime.settings.strategy import flag
+from acc_lm.runtime.settings.grid import ProcessGrid, requested_grid
 
 if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -62,7 +61,7 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
         MachineError: the grid does not have the launch's number of processes, or shards nothing.
     """
     grid = requested_grid()
-    if grid == ProcessGrid() and not flag(SWITCH_VARIABLE):
+    if grid == ProcessGrid():  # not even sizes of 1
         return None
     from accelerate.utils import ParallelismConfig
 

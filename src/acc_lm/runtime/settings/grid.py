@@ -51,11 +51,14 @@ def requested_grid() -> ProcessGrid:
     """Sizes that this launch requests.
 
     Raises:
-        MachineError: layers are to be cut, or rows in two ways.
+        MachineError: a size is not positive, layers are to be cut, or rows in two ways.
     """
     if os.environ.get(SWITCH_VARIABLE, "false").lower() != "true":
         return ProcessGrid()
     sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in DIMENSIONS}
+    for name, size in sizes.items():
+        if size < 1:
+            raise MachineError(f"parallelism_config_{name}_size must be at least 1, got {size}; write 1, or remove it")
     if sizes["tp"] > 1:
         raise MachineError(
             f"parallelism_config_tp_size must be 1, got {sizes['tp']}: this version cuts data, parameters and rows, "
