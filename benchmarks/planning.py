@@ -450,6 +450,7 @@ def write_constants(constants: dict[str, float]) -> None:
 
 def main(file: Path | None) -> None:
     from acc_lm.studies.tables import replace_block
+    from benchmarks.whole_runs import recipes_page
 
     rows = speed_rows()
     constants = fit(rows)
@@ -458,6 +459,7 @@ def main(file: Path | None) -> None:
         write_constants(constants)
         FITTED.update(constants)
         replace_block(file, "planning", page(rows, constants, without))
+        replace_block(file, "whole runs", recipes_page())
     print(page(rows, constants, without))
 
 

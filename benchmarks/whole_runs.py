@@ -135,6 +135,7 @@ def compare(file: Path, launch: str, num_gpus: int, overrides: tuple[str, ...] =
         return None
     config, probe = found
     rows, accumulation = split_global_batch(config.training, num_gpus)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"micro_batch_size": rows})})
     accumulation = min(accumulation, 2)  # further micro-batches change nothing
     checkpointing = next(key for key, value in SWITCH.items() if value == config.model.gradient_checkpointing)
     placement = placement_of(find_accelerate_config(launch), num_gpus, 1, config)
@@ -149,7 +150,12 @@ def compare(file: Path, launch: str, num_gpus: int, overrides: tuple[str, ...] =
 
 def recipes_page() -> str:
     """Table of all recipes whose model does not depend on their text."""
-    lines = ["| recipe | launch | rows | plan, GiB of tensors | whole step | error |", "|---|---|---|---|---|---|"]
+    lines = [
+        "Tensors of a whole step at the recipe's own width, depth and rows, with at most two micro-batches, on fake tensors and a process",
+        "group that sends nothing. A GPU's branches; no DDP and no DeepSpeed, which do not run on fake tensors.",
+        "",
+    ]
+    lines += ["| recipe | launch | rows | plan, GiB of tensors | whole step | error |", "|---|---|---|---|---|---|"]
     for file in sorted((ROOT / "recipes").glob("*.yaml")):
         for launch, num_gpus in LAUNCHES:
             found = compare(file, launch, num_gpus)

@@ -16,7 +16,7 @@ from acc_lm.modeling.losses import as_on_gpu, summed_loss
 from acc_lm.planning.memory import memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
 from acc_lm.runtime import LiveBytes, placement_of
-from benchmarks.whole_runs import whole_run, whole_sharded_run
+from benchmarks.whole_runs import LAUNCHES, compare, whole_run, whole_sharded_run
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
@@ -102,6 +102,13 @@ def test_shards_need_what_real_sharding_on_a_fake_process_group_holds(shape: dic
         found = memory_of(probe, placed(name, 8, config), 8, 2, checkpointing)
         print(name, checkpointing, found.tensors / whole)
         assert abs(found.tensors / whole - 1) < 0.03, f"{name}, {checkpointing}"
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch[0])
+def test_a_recipe_needs_what_a_whole_step_of_it_holds(launch: tuple[str, int]) -> None:
+    """The smallest model of the table in docs/planning.md."""
+    (found,) = run_everywhere(lambda: compare(ROOT / "recipes/pretrain_gpt2-124m_fineweb-edu.yaml", *launch))
+    assert abs(found.error) < 0.03
 
 
 def test_depth_and_rows_extend_the_probe_as_a_whole_model_would_need() -> None:

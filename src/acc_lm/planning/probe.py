@@ -229,6 +229,9 @@ class Probe:
 
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         model = self._build(depth, self._dtype(compute), checkpointing).model
+        if compute == "cast":
+            for parameter in model.parameters():  # adapters are built in fp32
+                parameter.data = parameter.data.to(self._dtype(compute))
         ids = torch.zeros(num_rows, self._config.data.sequence_length, dtype=torch.int64)
         live = LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
