@@ -93,7 +93,7 @@ def _moments(
     is_cast, is_sharded = placement.compute == "cast", placement.shards_gradients
     size = 2 if is_cast else 4
     state = placement.weights * counts.total + placement.state * counts.trained + placement.staged * counts.head
-    buffers = min(placement.buffers, 4.0 * counts.trained)
+    buffers = placement.buffers
     largest = float(counts.head) if head.weight else 0.0  # elements whose gradient is reduced or summed at once
     held = placement.held * counts.trained * (accumulation > 1)
     complete = placement.gradients * counts.trained

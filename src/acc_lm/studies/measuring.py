@@ -88,8 +88,11 @@ def compare_with_dry_run(
         facts = {name: found["identity"][name] for name in ("strategy", "num_processes", "device")}
         keep_ratio(gpu, shape, length, compute, ratio, **facts, **_settings(candidate), time=f"{datetime.now(UTC):%F}")
     flops = shape.flops_per_token(length) if shape else None
+    tensors = candidate.memory.tensors
+    if gpu is None:  # offloaded tensors are in the same memory
+        tensors += candidate.memory.host / (placement.num_processes // placement.num_machines)
     return [
-        Compared("tensors of a process", "MB", candidate.memory.tensors / 1e6, _millions(found["tensor_bytes"])),
+        Compared("tensors of a process", "MB", tensors / 1e6, _millions(found["tensor_bytes"])),
         Compared("sent by a process", "MB", None if sent is None else sent / 1e6, _millions(found["sent_bytes"])),
         Compared("computed for a token", "MFLOP", _millions(flops), _millions(found["flops_per_token"])),
         Compared("a step", "s", seconds, found["seconds"], is_exact=False),

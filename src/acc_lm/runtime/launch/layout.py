@@ -62,7 +62,7 @@ class Placement:
     gathers: Literal["nothing", "blocks", "all blocks", "limited"] = "nothing"
     """Weights that are gathered: block by block, all until the backward pass, or up to a number of elements."""
     buffers: float = 0.0
-    """Bytes of buffers for communication, for models that are larger."""
+    """Bytes of buffers for communication, whatever the size of the model."""
     host: float = 0.0
     """Bytes of a trained parameter in the memory of the machine."""
     shards: int = 1
@@ -153,7 +153,7 @@ def _sharing(here: int) -> int:
 def _of_deepspeed(found: Placement, stage: int, is_mixed: bool, devices: tuple[str, str], bucket: float) -> Placement:
     """Placement of ZeRO, with fp32 weights for the update next to those that are computed with, also in fp32.
 
-    Sources: DeepSpeed 0.19.8, stage_1_and_2.py, stage3.py and bf16_optimizer.py; tests/planning/test_engines_memory.py.
+    Sources: DeepSpeed 0.19.8, stage_1_and_2.py, stage3.py and bf16_optimizer.py; tests/planning/test_planned_steps.py.
 
     Args:
         bucket: bytes of a bucket of fp32 gradients.
