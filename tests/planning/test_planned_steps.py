@@ -87,7 +87,12 @@ def real_steps(config: Config) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("precision", "checkpointing", "rows", "length"),
-    [("no", False, 8, 128), ("bf16", "selective", 8, 128), ("bf16", True, 8, 128), ("bf16", False, 1, 16)],
+    [
+        ("bf16", "selective", 8, 128),
+        pytest.param("no", False, 8, 128, marks=pytest.mark.slow),
+        pytest.param("bf16", True, 8, 128, marks=pytest.mark.slow),
+        pytest.param("bf16", False, 1, 16, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_plan_is_what_a_real_step_holds_and_sends(
