@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from acc_lm.cli import main
-from acc_lm.planning import hardware
+from acc_lm.planning import calibration, hardware
 from acc_lm.planning.calibration import calibration_file
 from acc_lm.planning.probe import Probe
 from acc_lm.studies import measuring
@@ -102,6 +102,10 @@ def test_a_measured_step_is_what_later_plans_on_that_gpu_start_from(
     assert f"from a step that was measured here, {calibration_file()}" in capsys.readouterr().out
     with calibration_file().open("a") as file:
         file.write("half a li")
+    monkeypatch.setattr(calibration, "calibration_file", lambda: tmp_path)  # a folder
+    assert best("--measure")["code"] == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("ACC_LM_CACHE", str(tmp_path / "cache"))
     assert main(["plan", recipe, "--gpus", "H100", "--config", "single_gpu"]) == 0
     assert "must have a measured step on each line, got 'half a li'" in capsys.readouterr().err
 
@@ -123,6 +127,8 @@ def test_a_dry_run_that_fails_is_one_line(
         (["--gpus", "H100", "--processes", "2"], "--processes must be a positive number of CPU processes"),
         (["--measure", "--processes", "0"], "--processes must be a positive number of CPU processes"),
         (["--measure", "--config", "nothing"], "must be an Accelerate config"),
+        (["--measure", "--config", "sequence_parallel"], "--config must be one whose processes hold whole rows"),
+        (["--measure", "--html", "page.html"], "--html must come with --gpus"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

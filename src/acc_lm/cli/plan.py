@@ -63,6 +63,8 @@ def _check_options(known: argparse.Namespace) -> None:
         raise ConfigError(
             f"--gpus must be here with --measure, which launches on this machine, got {known.gpus}; leave it out"
         )
+    if known.html is not None and known.gpus is None:
+        raise ConfigError("--html must come with --gpus, whose plan it draws, got none; write for example --gpus here")
     if known.gpus is None and not known.measure:
         raise ConfigError("--gpus must name the hardware, got none; write for example --gpus 8xH100, or --gpus here")
     for option in ("network", "machine_memory", "price"):

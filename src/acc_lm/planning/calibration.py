@@ -38,10 +38,13 @@ def keep_ratio(gpu: Gpu, shape: Shape, length: int, compute: str, ratio: float, 
         facts: what was measured, for people who read the file.
     """
     file = calibration_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({**key_of(gpu, shape, length, compute), "ratio": ratio, **facts})
-    with file.open("a", encoding="utf-8") as output:
-        output.write(line + "\n")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as output:
+            output.write(line + "\n")
+    except OSError as error:  # the comparison is still worth printing
+        warn_once(f"{file} must be writable, got: {error}; later plans will not know this measurement")
 
 
 def known_ratio(gpu: Gpu, shape: Shape, length: int, compute: str) -> float | None:

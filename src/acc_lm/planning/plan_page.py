@@ -483,7 +483,7 @@ def _unknown(planned: Planned, found: RunPlan) -> list[str]:
         "holds four of five of those."
         if not is_measured
         else "Speeds are scaled by one measured step on this GPU.",
-        "Memory: tensors within a few percent for one process, DDP and FSDP2, compared with runs on fake tensors; DeepSpeed by arithmetic. "
+        "Memory: tensors within a few percent of real steps of small models on CPU processes, for every config; not compared with a GPU. "
         "How much the allocator adds is a range of published runs.",
         "Time and cost are those of training steps: no start, evaluation, checkpoint, failure, or waiting for data.",
         f"Extrapolated means: more than {EXTRAPOLATED_PROCESSES} GPUs, more communication than {EXTRAPOLATED_RATIO} of the time of "
