@@ -18,10 +18,12 @@ from torch import Tensor
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
 from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
-from acc_lm.modeling.losses import as_on_gpu, summed_loss
+from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
 from acc_lm.runtime import Compute, LiveBytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from acc_lm.config import Config
 
 Checkpointing = Literal["no", "selective", "full"]
@@ -88,12 +90,16 @@ class Probe:
     """
 
     def __init__(self, config: Config, vocab_size: int, *, on_gpu: bool = True) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         if config.adapter.quantize_base != "none":
             raise ConfigError(
                 f"adapter.quantize_base must be none for a plan, got {config.adapter.quantize_base}: 4-bit weights exist only on their "
                 "device; measure it with --dry-run"
             )
         self._config, self._on_gpu = config, on_gpu
+        self._mode = FakeTensorMode()  # one for all models, which are built once
+        self._models: dict[tuple[Compute, Checkpointing, int], PreTrainedModel] = {}
         self._model_config = fake_config(config.model, vocab_size)
         self.num_blocks: int = self._model_config.get_text_config().num_hidden_layers
         period = period_of(self._model_config)
@@ -159,10 +165,8 @@ class Probe:
 
     @contextlib.contextmanager
     def _fake(self) -> Iterator[None]:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it again
-        with FakeTensorMode(), as_on_gpu() if self._on_gpu else contextlib.nullcontext():
+        with self._mode, as_on_gpu() if self._on_gpu else contextlib.nullcontext():
             yield
 
     def _build(self, depth: int, dtype: torch.dtype, checkpointing: Checkpointing) -> FakeModel:
@@ -227,11 +231,17 @@ class Probe:
                 ) from None
         return self._phases[key]
 
+    def _model(self, compute: Compute, checkpointing: Checkpointing, depth: int) -> PreTrainedModel:
+        key = compute, checkpointing, depth
+        if key not in self._models:
+            model = self._models[key] = self._build(depth, self._dtype(compute), checkpointing).model
+            if compute == "cast":
+                for parameter in model.parameters():  # adapters are built in fp32
+                    parameter.data = parameter.data.to(self._dtype(compute))
+        return self._models[key]
+
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
-        model = self._build(depth, self._dtype(compute), checkpointing).model
-        if compute == "cast":
-            for parameter in model.parameters():  # adapters are built in fp32
-                parameter.data = parameter.data.to(self._dtype(compute))
+        model = self._model(compute, checkpointing, depth)
         ids = torch.zeros(num_rows, self._config.data.sequence_length, dtype=torch.int64)
         live = LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -243,10 +253,11 @@ class Probe:
                 body, forward = live.now - weights, live.most - weights
             kept = live.now - weights  # autocast has freed the copies that no graph holds
             live.forget()
-            _keep_gradients(model, self.parameters.block)
-            output.backward(output.detach())
+            with _keep_gradients(model, self.parameters.block):
+                output.backward(output.detach())
             backward = live.most - weights
             del output
+        model.zero_grad()
         return Phases(forward, body, kept, backward)
 
     def _forward(self, model: Any, ids: Tensor) -> Tensor:
@@ -278,22 +289,34 @@ class Probe:
             with self._fake():
                 dtype = self._dtype(compute)
                 reads = torch.bfloat16 if compute == "autocast" else dtype
-                hidden = torch.zeros(positions, width, dtype=reads, requires_grad=True)
+                few = self._two_chunks(positions)
+                more = (positions - few) * width * reads.itemsize  # gradients of the hidden states, which are kept
+                hidden = torch.zeros(few, width, dtype=reads, requires_grad=True)
                 weight = torch.zeros(vocab_size, width, dtype=dtype, requires_grad=is_trained)
-                ids = torch.zeros(positions, dtype=torch.int64)
+                ids = torch.zeros(few, dtype=torch.int64)
                 live = LiveBytes()
                 for tensor in (hidden, weight, ids):
                     live.add(tensor)
                 before = live.now
                 with live.counting(), torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
                     loss = summed_loss(hidden, weight, None, ids)
-                self._heads[key] = Head(live.most - before, live.now - before, 4.0 * weight.numel() * is_trained)
+                forward, kept = live.most - before + more, live.now - before + more
+                self._heads[key] = Head(forward, kept, 4.0 * weight.numel() * is_trained)
                 del loss
         return self._heads[key]
 
+    def _two_chunks(self, num_positions: int) -> int:
+        """Positions of the loss's first two chunks, which need as much as all of them, or all if these are other chunks."""
+        device = torch.device("cpu")
+        vocab_size = padded_vocabulary(self._sizes[0], device)
+        size = chunk_positions(num_positions, vocab_size, device)
+        few = min(num_positions, 2 * size)
+        return few if chunk_positions(few, vocab_size, device) == size else num_positions
 
-def _keep_gradients(model: Any, num_elements: int) -> None:
-    """Let the next backward pass drop all gradients but the first, of about this many elements."""
+
+@contextlib.contextmanager
+def _keep_gradients(model: Any, num_elements: int) -> Iterator[None]:
+    """Let a backward pass in this context drop all gradients but the first, of about this many elements."""
     seen = 0
 
     def drop(parameter: Tensor) -> None:
@@ -302,9 +325,13 @@ def _keep_gradients(model: Any, num_elements: int) -> None:
             parameter.grad = None
         seen += parameter.numel()
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def vocabulary_of(config: Config) -> int:
