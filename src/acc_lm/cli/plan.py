@@ -235,7 +235,12 @@ def _line(each: Candidate, found: RunPlan, machine: Machine, price: float | None
         )
         if price is not None:
             text += f"{hours.low * n * price:,.0f}-{hours.high * n * price:,.0f}"
-    notes = ["tight"] * (each.fits == "tight") + ["extrapolated"] * bool(each.time.extrapolated)
+    in_parts = each.placement.rows_in_parts
+    notes = (
+        [f"rows in {in_parts} parts"] * (in_parts > 1)
+        + ["tight"] * (each.fits == "tight")
+        + ["extrapolated"] * bool(each.time.extrapolated)
+    )
     return f"{text} {', '.join(notes)}".rstrip()
 
 

@@ -7,6 +7,7 @@ linearly with both, so two numbers of blocks and two of rows give every depth an
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
+from acc_lm.modeling.checks import check_parts_early, refuse_parts
 from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
+from acc_lm.modeling.loss_head import ON_LOGITS
 from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
+from acc_lm.modeling.row_parts import RowParts
 from acc_lm.runtime import Compute, LiveBytes
 
 if TYPE_CHECKING:
@@ -107,7 +111,30 @@ class Probe:
         self._depths: tuple[int, ...] = depths or (self.num_blocks,)
         self._phases: dict[tuple[Compute, Checkpointing, int, int], Phases] = {}
         self._heads: dict[tuple[Compute, int], Head] = {}
+        self._parts: dict[int, Probe] = {}
+        self._row_parts: RowParts | None = None
+        self._length = config.data.sequence_length
+        """Positions of a row that a process computes."""
         self.parameters, self._sizes, self.is_fused = self._count()
+
+    def in_parts(self, size: int) -> Probe:
+        """Measurements of the same model whose rows are shared by `size` processes; itself for 1.
+
+        Raises:
+            ConfigError: rows of this model cannot be shared by so many.
+        """
+        if size == 1:
+            return self
+        if size not in self._parts:
+            with self._fake():
+                check_parts_early(self._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
+            if not self.is_fused:
+                refuse_parts(self._model_config, size, f"a loss {ON_LOGITS}")
+            part = self._parts[size] = copy.copy(self)
+            part._row_parts = RowParts.without_others(size)
+            part._length = -(-self._length // size)
+            part._phases, part._heads = {}, {}
+        return self._parts[size]
 
     @property
     def sizes(self) -> dict[str, Any] | None:
@@ -242,7 +269,7 @@ class Probe:
 
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         model = self._model(compute, checkpointing, depth)
-        ids = torch.zeros(num_rows, self._config.data.sequence_length, dtype=torch.int64)
+        ids = torch.zeros(num_rows, self._length, dtype=torch.int64)
         live = LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
             live.add(tensor)
@@ -271,10 +298,14 @@ class Probe:
             return loss
         table = model.get_input_embeddings()
         embedded = table(ids).detach().requires_grad_()
+        given: dict[str, Any] = {}
+        if self._row_parts is not None:
+            positions = torch.arange(ids.shape[1]).expand_as(ids)
+            given = {"position_ids": positions, "row_parts": self._row_parts}
         try:
-            hidden: Tensor = model.base_model(inputs_embeds=embedded, use_cache=False)[0]
+            hidden: Tensor = model.base_model(inputs_embeds=embedded, use_cache=False, **given)[0]
         except (TypeError, ValueError):
-            hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+            hidden = model.base_model(input_ids=ids, use_cache=False, **given)[0]
         return hidden
 
     def head(self, micro_batch_size: int, *, compute: Compute) -> Head:
@@ -284,7 +315,7 @@ class Probe:
             return Head(0.0, 0.0, 0.0)
         if key not in self._heads:
             vocab_size, width = self._sizes
-            positions = micro_batch_size * self._config.data.sequence_length
+            positions = micro_batch_size * self._length
             is_trained = self._config.adapter.kind == "none"
             with self._fake():
                 dtype = self._dtype(compute)

@@ -131,7 +131,7 @@ def needed_extensions(has_accelerator: bool) -> dict[str, bool]:
     return {"needs_cpu_adam": devices[0] != "none", "needs_nvme": "nvme" in devices, "on_cpu": not has_accelerator}
 
 
-def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[int, int]:
+def split_global_batch(training: TrainingConfig, num_processes: int, parts: int | None = None) -> tuple[int, int]:
     """Return (micro-batch size, micro-batches per optimizer step) of each process.
 
     If a process's share of the global batch is smaller than the recipe's micro-batch, the micro-batch is that share.
@@ -139,11 +139,12 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
 
     Args:
         num_processes: number of processes of this launch.
+        parts: processes that share each row; None: as many as in this launch.
 
     Raises:
         ConfigError: the global batch does not divide evenly.
     """
-    parts = parts_of_rows()
+    parts = parts or parts_of_rows()
     num_readers = num_processes // parts
     share, rest = divmod(training.global_batch_size, num_readers)
     micro = min(training.micro_batch_size, share)
