@@ -184,7 +184,7 @@ def make_plan(
             continue
         found += _of_launch(config, probe, machine, shape, (order, name, parts), micro_batch_size)
     if not found and refused is not None:
-        raise refused
+        raise refused if config.training.global_batch_size % machine.num_gpus == 0 else _uneven(config, machine)
     steps, wanted = config.training.max_steps, config.training.micro_batch_size
     tokens = steps and steps * config.training.global_batch_size * config.data.sequence_length
     return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, tokens, wanted)
@@ -204,16 +204,20 @@ def _launches(config: Config, machine: Machine, only: str | None) -> list[tuple[
     if only in WITH_ROWS_IN_PARTS:
         complete, in_parts = in_parts, complete
     if rows % count and not (sizes and in_parts):
-        raise ConfigError(
-            f"training.global_batch_size must be a multiple of the {count} GPUs, got {rows}; change it, or plan for another "
-            "number of GPUs"
-        )
+        raise _uneven(config, machine)
     if not complete and not sizes:
         raise ConfigError(
             f"--config must be one that runs on {count} GPU, got {only}, whose processes share rows; leave it out"
         )
     found = [(name, 1) for name in complete if rows % count == 0]
     return found + [(name, size) for name in in_parts for size in sizes]
+
+
+def _uneven(config: Config, machine: Machine) -> ConfigError:
+    return ConfigError(
+        f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
+        f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
+    )
 
 
 def _of_launch(
@@ -238,6 +242,11 @@ def _of_launch(
             )
     file = find_accelerate_config(name)
     placement = placement_of(file, machine.num_gpus, machine.num_machines, config, parts if parts > 1 else None)
+    if placement.num_processes != machine.num_gpus:
+        raise ConfigError(
+            f"--config must use all GPUs, got {name}, which uses {placement.num_processes} of {machine.num_gpus}; plan for "
+            f"--gpus {placement.num_processes}x..., or leave it out"
+        )
     ratio = None
     if shape is not None and parts == 1:
         ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement))

@@ -371,7 +371,10 @@ def vocabulary_of(config: Config) -> int:
 
     if config.model.config is None or "vocab_size" in config.model.config:
         return 0
-    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, config.model)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; for a plan alone, model.config.vocab_size=N does without it") from None
     if tokenizer is not None:
         return count_ids(tokenizer)
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 257
