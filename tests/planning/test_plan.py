@@ -131,6 +131,13 @@ def test_the_table_says_what_to_take_and_why(recipes: dict[str, list[str]], caps
     assert any(line.startswith("  energy ") and "kWh at most" in line for line in lines)
 
 
+def test_a_plan_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    packed = ["data.attend_across_documents=false", "optimizer.name=muon"]
+    for words, count in ([], 0), (packed[1:], 1), (packed, 2):
+        assert main(["plan", "quickstart", "--gpus", "1xT4", "training.micro_batch_size=1", *words]) == 0
+        assert capsys.readouterr().out.count("left out ") == count
+
+
 def test_pins_choose_one_config_and_micro_batch(
     recipes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

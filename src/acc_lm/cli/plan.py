@@ -182,6 +182,7 @@ def _measure_here(
 def _print_table(
     config: Config, probe: Probe, machine: Machine, found: RunPlan, shown: list[Candidate], price: float | None
 ) -> None:
+    from acc_lm.planning.advice import not_in_plan
     from acc_lm.planning.calibration import calibration_file
 
     counts, length = probe.parameters, config.data.sequence_length
@@ -200,6 +201,8 @@ def _print_table(
     )
     if found.shape is None:
         print("speed      not modelled for mixtures of experts, adapters and unusual blocks; measure it with --dry-run")
+    for line in not_in_plan(config):
+        print(f"left out   {line}")
     print()
     money = f"{'cost':>10}" if price is not None else ""
     print(
