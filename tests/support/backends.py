@@ -28,6 +28,7 @@ BACKENDS = {
     "deepspeed_zero2_offload x2": ("deepspeed_zero2_offload", 2), "deepspeed_zero3 x2": ("deepspeed_zero3", 2),
     "deepspeed_zero3_offload x2": ("deepspeed_zero3_offload", 2), "deepspeed_zero3_full x2": ("deepspeed_zero3_full", 2),
     "ddp_sequence x2": ("ddp_sequence", 2), "sequence_parallel 2x2": ("sequence_parallel", 4), "deepspeed_zero3_sequence x2": ("deepspeed_zero3_sequence", 2),
+    "tensor_parallel x2": ("tensor_parallel", 2), "fsdp2_tensor_parallel 2x2": ("fsdp2_tensor_parallel", 4),
 }  # fmt: skip
 STRATEGY = {
     "single": ("single", "LM"), "ddp": ("ddp", "DistributedDataParallel"),
@@ -37,6 +38,7 @@ STRATEGY = {
     "deepspeed_zero3_offload": ("deepspeed_zero3", "DeepSpeedEngine"), "deepspeed_zero3_full": ("deepspeed_zero3", "DeepSpeedEngine"),
     "deepspeed_zero3_nvme": ("deepspeed_zero3", "DeepSpeedEngine"),
     "ddp_sequence": ("ddp", "DistributedDataParallel"), "sequence_parallel": ("fsdp2", "FSDP"), "deepspeed_zero3_sequence": ("deepspeed_zero3", "DeepSpeedEngine"),
+    "tensor_parallel": ("tensor_parallel", "LM"), "fsdp2_tensor_parallel": ("fsdp2", "FSDP"),
 }  # fmt: skip
 
 
@@ -79,6 +81,7 @@ class Curve:
     end: str
     """Digest of the weights after the last step."""
     rows_in_parts: int = 1
+    layers_in_parts: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,9 +114,9 @@ class RaggedRows(torch.utils.data.Dataset):
 
 def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
     from acc_lm.config import Config
-    from acc_lm.runtime import parts_of_rows
+    from acc_lm.runtime import parts_of_layers, parts_of_rows
 
-    micro = GLOBAL_BATCH * parts_of_rows() // (num_processes * scenario.accumulation)
+    micro = GLOBAL_BATCH * parts_of_rows() * parts_of_layers() // (num_processes * scenario.accumulation)
     values: dict[str, Any] = {
         "output_dir": "unused",
         "seed": seed,
@@ -220,7 +223,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     _forget(accelerator)
     return Curve(
         identity.strategy, identity.engine, identity.num_processes, identity.precision, metrics, progress.ledger, start, end,
-        identity.rows_in_parts, extra,
+        identity.rows_in_parts, identity.layers_in_parts, extra,
     )  # fmt: skip
 
 
@@ -339,6 +342,7 @@ def run_backend(
         strategy, engine = STRATEGY[Path(config).stem]
         assert (curve.strategy, curve.num_processes) == (strategy, num_processes), curve
         assert curve.rows_in_parts == (2 if "sequence" in Path(config).stem else 1), curve
+        assert curve.layers_in_parts == (2 if "tensor" in Path(config).stem else 1), curve
         assert engine in curve.engine, curve.engine
     for others in per_process[1:]:
         for curve, other in zip(curves, others, strict=True):

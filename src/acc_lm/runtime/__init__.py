@@ -21,6 +21,7 @@ from acc_lm.runtime.engines.prepare import (
     warm_up,
     whole_shapes,
 )
+from acc_lm.runtime.engines.rectangles import Rectangle, rectangles
 from acc_lm.runtime.engines.shards import (
     WEIGHT,
     Piece,
@@ -70,7 +71,7 @@ from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import without_launch
-from acc_lm.runtime.settings.grid import parts_of_rows, readers
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, repeats_losses
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "Peers",
     "Piece",
     "Placement",
+    "Rectangle",
     "RehearsedBytes",
     "Traffic",
     "bare_model",
@@ -128,6 +130,7 @@ __all__ = [
     "measure_step",
     "memory_held",
     "on_main",
+    "parts_of_layers",
     "parts_of_rows",
     "peak_memory_gb",
     "pieces_of",
@@ -137,8 +140,10 @@ __all__ = [
     "quiet_libraries",
     "readers",
     "received_over_tcp",
+    "rectangles",
     "refusal",
     "release_gathered",
+    "repeats_losses",
     "seconds_of_slowest",
     "split_global_batch",
     "start_state",
