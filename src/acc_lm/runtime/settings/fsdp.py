@@ -93,7 +93,7 @@ def shard_over_readers(accelerator: Accelerator) -> None:
     from accelerate.utils import ParallelismConfig
 
     state: Any = accelerator.state
-    state.device_mesh = state.device_mesh["dp_shard"]
+    state.device_mesh = state.device_mesh["dp_shard_cp"]  # the name that Accelerate looks for
     state.parallelism_config = ParallelismConfig(dp_shard_size=state.device_mesh.size())
 
 
