@@ -28,7 +28,6 @@ BACKENDS = {
     "deepspeed_zero2_offload x2": ("deepspeed_zero2_offload", 2), "deepspeed_zero3 x2": ("deepspeed_zero3", 2),
     "deepspeed_zero3_offload x2": ("deepspeed_zero3_offload", 2), "deepspeed_zero3_full x2": ("deepspeed_zero3_full", 2),
     "ddp_sequence x2": ("ddp_sequence", 2), "sequence_parallel 2x2": ("sequence_parallel", 4), "deepspeed_zero3_sequence x2": ("deepspeed_zero3_sequence", 2),
-    "tensor_parallel x2": ("tensor_parallel", 2), "fsdp2_tensor_parallel 2x2": ("fsdp2_tensor_parallel", 4),
 }  # fmt: skip
 STRATEGY = {
     "single": ("single", "LM"), "ddp": ("ddp", "DistributedDataParallel"),

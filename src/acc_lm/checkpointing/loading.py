@@ -147,7 +147,9 @@ def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[_E
                 kind, _, name = key.partition("/")
                 first = 0 if kind == BUFFER else int(pieces["starts"][name])
                 columns = pieces.get("columns", {}).get(name)
-                extent = _Extent(first, math.prod(part.get_shape()), None if columns is None else (int(columns[0]), int(columns[1])))
+                extent = _Extent(
+                    first, math.prod(part.get_shape()), None if columns is None else (int(columns[0]), int(columns[1]))
+                )
                 parts.setdefault(key, []).append((extent, part))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
@@ -173,9 +175,7 @@ def _assemble(
     start, length, columns = wanted_elements
     if any(extent.columns != columns for extent, _ in parts):
         return _assemble_blocks(folder, key, parts, wanted_elements, shape)
-    clipped = [
-        (max(first, start), min(first + size, start + length), first, part) for (first, size, _), part in parts
-    ]
+    clipped = [(max(first, start), min(first + size, start + length), first, part) for (first, size, _), part in parts]
     wanted = sorted((piece for piece in clipped if piece[0] < piece[1]), key=lambda piece: piece[:2])
     end = start
     for low, high, _, _ in wanted:  # checked before memory is allocated for sizes that a file merely claims

@@ -96,7 +96,9 @@ class Gradients:
             names = [name for (name, _), gradient in zip(self._named, local, strict=True) if gradient is not None]
             of_parts = [square for name, square in zip(names, squares, strict=True) if name in self._parts.dimension]
             others = [square for name, square in zip(names, squares, strict=True) if name not in self._parts.dimension]
-            sums = torch.stack([torch.stack(each).sum() if each else squares.new_zeros(()) for each in (of_parts, others)])
+            sums = torch.stack(
+                [torch.stack(each).sum() if each else squares.new_zeros(()) for each in (of_parts, others)]
+            )
         sums = sums.to(self._accelerator.device)  # the processes communicate there
         group = self._shard_group()
         if group is not None:
@@ -113,7 +115,13 @@ class Gradients:
         if gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._accelerator.device)
             summed = self._parts.sum(flat).to(gradients[0].device)
-            torch._foreach_copy_(gradients, [each.view_as(g) for each, g in zip(summed.split([g.numel() for g in gradients]), gradients, strict=True)])
+            torch._foreach_copy_(
+                gradients,
+                [
+                    each.view_as(g)
+                    for each, g in zip(summed.split([g.numel() for g in gradients]), gradients, strict=True)
+                ],
+            )
 
     @property
     def loss_scale(self) -> float:

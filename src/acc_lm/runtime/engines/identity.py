@@ -276,12 +276,16 @@ def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
         reduce = name(policy.reduce_dtype or reduce)
     elif accelerator.native_amp and requested:
         compute = f"{requested} autocast"
+    sums = ""
+    if requested and layer_parts(model).size > 1:  # what one matrix product returns, and the gradient of another's input
+        own = " forward, float32 backward" if compute.endswith("autocast") else ""
+        sums = f", {requested}{own} sums over parts of layers"
     products = compute.removesuffix(" autocast")
     if any(type(module).__name__ == "Float8Linear" for module in model.modules()):
         compute = f"fp8 products, else {compute}"
     if updated == compute == reduce:
         return updated, products
-    return f"{updated} weights, {compute} compute, {reduce} reduction", products
+    return f"{updated} weights, {compute} compute, {reduce} reduction{sums}", products
 
 
 def _notes(

@@ -238,9 +238,7 @@ def _check_parts(model: Any, modules: list[_CutModule], size: int) -> None:
     def record(name: str) -> Any:
         return lambda module, *call: calls.setdefault(name, call) and None
 
-    handles = [
-        cut.module.register_forward_hook(record(cut.name), with_kwargs=True) for cut in kinds.values()
-    ]
+    handles = [cut.module.register_forward_hook(record(cut.name), with_kwargs=True) for cut in kinds.values()]
     was_training = model.training
     model.eval()
     try:

@@ -108,7 +108,9 @@ def current_placement(config: Config) -> Placement:
     precision = requested_precision(config.training.mixed_precision)
     stored = STORED[config.model.dtype]
     is_mixed = precision != "no"
-    compute: Compute = "own" if not is_mixed else "autocast" if strategy in ("single", "ddp", "tensor_parallel") else "cast"
+    compute: Compute = (
+        "own" if not is_mixed else "autocast" if strategy in ("single", "ddp", "tensor_parallel") else "cast"
+    )
     found = Placement(
         strategy,
         num_processes,
