@@ -52,7 +52,7 @@ def train_step(
 ) -> StepResult:
     """Accumulate over this process's micro-batches, clip and update.
 
-    Engines average gradients over processes, and `backward` divides by the number of micro-batches. Both are undone and
+    Engines average gradients over processes that read different rows, and `backward` divides by the number of micro-batches. Both are undone and
     the sum of losses is divided by the targets of the global batch, so the result does not depend on the split into
     micro-batches and processes.
 
@@ -65,7 +65,6 @@ def train_step(
         router: router of a mixture of experts, whose load-balancing loss is added. An exact router must know the experts of
             all tokens of the global batch before the first backward, so several micro-batches need an extra forward pass.
     """
-    # Engines average over the processes whose losses differ.
     num_parts = accelerator.num_processes // parts_of_layers() * accelerator.gradient_accumulation_steps
     scale = num_parts / max(num_targets, 1)
     nll = torch.zeros((), device=accelerator.device)
@@ -97,9 +96,9 @@ def train_step(
                 grad_norm = gradients.clip(max_grad_norm, optimizer)
                 optimizer.step()
                 gradients.drop()
-    if repeats_losses(accelerator):
-        nll = torch.zeros_like(nll)
-    return StepResult(nll, grad_norm, num_targets, router_loss)
+    return StepResult(
+        torch.zeros_like(nll) if repeats_losses(accelerator) else nll, grad_norm, num_targets, router_loss
+    )
 
 
 def _count_choices(

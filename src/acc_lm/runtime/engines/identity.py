@@ -22,8 +22,8 @@ from acc_lm.modeling.row_parts import RowParts
 from acc_lm.redaction import redact_words
 from acc_lm.runtime.engines.prepare import whole_shapes
 from acc_lm.runtime.engines.shards import pieces_of
-from acc_lm.runtime.settings.deepspeed import offload_device, overruled_settings
 from acc_lm.runtime.engines.tensor_parallel import layer_parts
+from acc_lm.runtime.settings.deepspeed import offload_device, overruled_settings
 from acc_lm.runtime.settings.grid import overruled_sizes, parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed, requested_strategy
 
@@ -277,7 +277,9 @@ def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
     elif accelerator.native_amp and requested:
         compute = f"{requested} autocast"
     sums = ""
-    if requested and layer_parts(model).size > 1:  # what one matrix product returns, and the gradient of another's input
+    if (
+        requested and layer_parts(model).size > 1
+    ):  # what one matrix product returns, and the gradient of another's input
         own = " forward, float32 backward" if compute.endswith("autocast") else ""
         sums = f", {requested}{own} sums over parts of layers"
     products = compute.removesuffix(" autocast")

@@ -18,7 +18,7 @@ from acc_lm.runtime.engines.shards import broadcast_weights, pieces_of, publish_
 from acc_lm.runtime.engines.tensor_parallel import cut_layers, layer_parts
 from acc_lm.runtime.settings.deepspeed import partition
 from acc_lm.runtime.settings.fp8 import check_layers
-from acc_lm.runtime.settings.fsdp import block_classes
+from acc_lm.runtime.settings.fsdp import block_classes, shard_over_readers
 from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, requested_strategy
 
@@ -115,6 +115,7 @@ def _prepare(
             plugin = vars(accelerator.state).get("fsdp_plugin")
             if plugin is not None:  # else Accelerate fell back to another strategy; `identify` reports it
                 plugin.transformer_cls_names_to_wrap = block_classes(model)
+                shard_over_readers(accelerator)
         if accelerator.mixed_precision == "fp8":
             check_layers(model)
         if strategy == "tensor_parallel":  # without DDP: the processes have different parameters

@@ -21,8 +21,8 @@ from acc_lm.runtime.launch.request import accelerates_own_refusals, needed_exten
 from acc_lm.runtime.settings.deepspeed import build_models_whole
 from acc_lm.runtime.settings.extensions import build_extensions
 from acc_lm.runtime.settings.fp8 import recipe_kwargs
-from acc_lm.runtime.settings.fsdp import shard_on_cpu, shard_over_readers
-from acc_lm.runtime.settings.grid import parts_of_layers, without_grid
+from acc_lm.runtime.settings.fsdp import shard_on_cpu
+from acc_lm.runtime.settings.grid import without_grid
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -89,8 +89,6 @@ def build_accelerator(config: Config, output_dir: Path | None = None) -> Acceler
     if loads_on_main:
         request.plugins["fsdp_plugin"].cpu_ram_efficient_loading = True
     _check_process_count(request.num_processes, accelerator.num_processes)
-    if strategy == "fsdp2" and parts_of_layers() > 1:
-        shard_over_readers(accelerator)
     if strategy.startswith("deepspeed"):
         build_models_whole(accelerator)
     _set_numerics(config.training, accelerator.device)

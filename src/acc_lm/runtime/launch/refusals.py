@@ -136,7 +136,7 @@ def refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
         )
 
 
-def refuse_beside_parts_of_layers(config: Config | None, precision: str) -> None:
+def refuse_what_needs_complete_layers(config: Config | None, precision: str) -> None:
     """Refuse what needs complete layers on a process."""
     size = parts_of_layers()
     if size == 1:

@@ -66,7 +66,7 @@ def read_launch(config: Config | None, typed: Namespace | None = None) -> Launch
         precision = refusals.checked_precision(
             config.training.mixed_precision if config else None, on_accelerator, strategy
         )
-        refusals.refuse_beside_parts_of_layers(config, precision)
+        refusals.refuse_what_needs_complete_layers(config, precision)
         refusals.refuse_missing_devices(on_accelerator)
         refusals.refuse_offloaded_fp16(strategy, precision)
         refusals.refuse_debugging_that_crashes(strategy, on_accelerator)

@@ -86,12 +86,14 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
 
 
 def shard_over_readers(accelerator: Accelerator) -> None:
-    """Show Accelerate only the processes that hold the same parts of layers: FSDP2 shards over them.
+    """Show Accelerate only the processes that hold the same parts of layers, so that FSDP2 shards over them.
 
     It would cut the layers itself otherwise, which fails with transformers 5.
     """
     from accelerate.utils import ParallelismConfig
 
+    if parts_of_layers() == 1:
+        return
     state: Any = accelerator.state
     state.device_mesh = state.device_mesh["dp_shard_cp"]  # the name that Accelerate looks for
     state.parallelism_config = ParallelismConfig(dp_shard_size=state.device_mesh.size())
