@@ -345,11 +345,17 @@ def test_launches_that_cannot_cut_layers_are_refused(
 
 WIDE = "model.config={hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 2}"
 TIED = "model.config={hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}"
+COMPILED = {
+    "ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "false",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "false", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true",
+}  # fmt: skip
 CASES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "packed, pretrained": ("tensor_parallel", lambda data: [f"data.files=[{data}/short.jsonl]", "data.attend_across_documents=false", "model.config=null", f"model.name_or_path={data}/base/final"]),
     "padded chats, tied": ("fsdp2_tensor_parallel", lambda data: [TIED, f"data.files=[{data}/chats.jsonl]", "data.packing=false"]),
     "padded chats, tied, alone": ("tensor_parallel", lambda data: [TIED, f"data.files=[{data}/chats.jsonl]", "data.packing=false"]),
-    "stream and evaluation sets": ("fsdp2_tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]", "data.streaming=true", "data.num_streams=6", f"data.eval_files=[{data}/chats.txt]", f"data.evaluation_sets={{other: [{data}/chats.txt]}}"]),
+    "stream and evaluation sets": ("fsdp2_tensor_parallel", lambda data: [WIDE, f"data.files=['{data}/long-*.txt']", "data.streaming=true", "data.num_streams=6", f"data.eval_files=[{data}/chats.txt]", f"data.evaluation_sets={{other: [{data}/chats.txt]}}"]),
+    "compiled": ("tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]"]),
+    "compiled under FSDP2": ("fsdp2_tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]"]),
     "packed": ("fsdp2_tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]", "data.attend_across_documents=false"]),
 }  # fmt: skip
 
@@ -363,6 +369,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path) -> Path:
     chats = [{"prompt": text[:8], "completion": text[-9:]} for text in texts[1:150]]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (folder / "chats.txt").write_text("\n".join(texts[:40]))
+    for number in range(6):
+        (folder / f"long-{number}.txt").write_text(" ".join(texts[number::6]))
     run_training(["--config", str(tiny_recipe), WIDE, "training.max_steps=2", f"output_dir={folder}/base"])
     return folder
 
@@ -375,6 +383,8 @@ def test_a_run_with_layers_in_parts_is_the_same_run(name: str, data: Path, tiny:
     run_training([*arguments, f"output_dir={tmp_path}/one"])
     count = LAUNCHES[config]
     environment = launcher_environment(CONFIGS / f"{config}.yaml", count)
+    if "compiled" in name:
+        environment |= COMPILED
     finished = run_training([*arguments, f"output_dir={tmp_path}/parts"], count, environment)
     found = json.loads((tmp_path / "parts/environment.json").read_text())
     strategy = "fsdp2" if config.startswith("fsdp2") else "tensor_parallel"
