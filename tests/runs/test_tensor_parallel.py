@@ -378,7 +378,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_layers_in_parts_is_the_same_run(name: str, data: Path, tiny: list[str], tmp_path: Path) -> None:
     config, more = CASES[name]
-    settings = ["training.max_steps=4", "training.micro_batch_size=3", "training.log_every=1", "training.eval_every=2", "checkpoint.every=null", "tracking.sample_tokens=4"]  # fmt: skip
+    settings = ["training.max_steps=4", "training.micro_batch_size=3", "training.log_every=1", "training.eval_every=2", "checkpoint.every=null", "tracking.sample_tokens=4", "tracking.peak_tflops=0.001"]  # fmt: skip
     arguments = [*tiny, *settings, *more(data)]
     run_training([*arguments, f"output_dir={tmp_path}/one"])
     count = LAUNCHES[config]
@@ -399,6 +399,10 @@ def test_a_run_with_layers_in_parts_is_the_same_run(name: str, data: Path, tiny:
     assert all(value <= 1e-6 for value in differences.values()), differences
     same = ("train/tokens", "eval/bits_per_byte", "eval/token_accuracy", "eval/perplexity")
     assert [parts[4][key] for key in same] == pytest.approx([one[4][key] for key in same], rel=1e-6)
+    work = [run[4]["train/mfu"] * run[4]["train/seconds_per_step"] * n for run, n in ((one, 1), (parts, count))]
+    assert work[1] == pytest.approx(work[0], rel=1e-3), "FLOP of the model, however many processes share a layer"
+    targets = [run[4]["train/tokens_per_second"] * run[4]["train/seconds_per_step"] for run in (one, parts)]
+    assert targets[1] == pytest.approx(targets[0], rel=1e-3)
     summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "parts")]
     assert summaries[0]["ledger"] == summaries[1]["ledger"]
     samples = [(tmp_path / run / "samples.jsonl").read_text() for run in ("one", "parts")]

@@ -33,7 +33,7 @@ from acc_lm.runtime.engines.shards import (
     start_state,
 )
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
-from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
+from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal, shares_layers
 from acc_lm.runtime.launch.layout import (
     CONFIGS_BY_SIZE,
     KEPT,
@@ -145,6 +145,7 @@ __all__ = [
     "release_gathered",
     "repeats_losses",
     "seconds_of_slowest",
+    "shares_layers",
     "split_global_batch",
     "start_state",
     "stop_watching",

@@ -84,11 +84,22 @@ def _precision() -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
+def shares_layers(file: Path) -> bool:
+    """True if the processes of a launch of this config share layers."""
+    with launched(file, []):
+        return parts_of_layers() > 1
+
+
 def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
-    """Reason why a launch of this config refuses this recipe, by the checks of `read_launch`; None if it does not."""
+    """Reason why a launch of this config refuses this recipe, by the checks of `read_launch`; None if it does not.
+
+    With layers in parts the model is checked, too.
+    """
     with launched(file, ["--num_processes", str(num_processes)]) as typed:
         try:
             read_launch(recipe, typed)
+            if parts_of_layers() > 1:
+                _checked(recipe)
         except UserError as error:
             return str(error)
     return None
