@@ -57,14 +57,14 @@ def rehearsed(config: Config, config_file: Path, num_processes: int | None) -> t
     """The recipe as it stands, on CPU processes under an Accelerate config; its speed is not modelled.
 
     Raises:
-        ConfigError: the processes share rows.
+        ConfigError: the processes share rows or layers.
     """
     probe = Probe(config, vocabulary_of(config), on_gpu=False)
     num_machines = Case(config_file, 1).num_machines
     placement = placement_of(config_file, num_processes, num_machines if num_machines > 1 else None, config)
     if placement.rows_in_parts * placement.layers_in_parts > 1:
         raise ConfigError(
-            f"--config must be one whose processes hold whole rows, got {config_file.stem}: rows in parts are not planned; run "
+            f"--config must be one whose processes hold whole rows and layers, got {config_file.stem}: parts are not planned; run "
             "train.py --dry-run under it, which measures too"
         )
     micro, accumulation = split_global_batch(config.training, placement.num_processes)
