@@ -78,13 +78,9 @@ def test_vectors_and_matrices_of_one_column_are_read_as_before() -> None:
 def test_gaps_and_elements_that_are_there_twice_are_refused() -> None:
     parts = saved(division(2, 2, random.Random(0)))
     whole = _Extent(0, ROWS * COLUMNS)
-    for broken in (
-        parts[1:],
-        parts[:-1],
-        [*parts, parts[0]],
-        [*parts[1:], parts[-1]],
-        [*parts[:-1], (_Extent(0, 12), MATRIX[:12])],
-    ):
+    left_twice = saved([_Extent(0, 30, (0, 6)), _Extent(0, 30, (0, 6))])
+    overlaps = [*parts, parts[0]], [*parts[:-1], (_Extent(0, 12), MATRIX[:12])], left_twice
+    for broken in (parts[1:], parts[:-1], *overlaps):
         with pytest.raises(
             CheckpointError, match=r"must hold each element of param/w once, got .*; name another checkpoint"
         ):
