@@ -28,7 +28,9 @@ if __name__ == "__main__":
     accelerator.print("sp_size=2 without DeepSpeed: accepted; mesh:", accelerator.torch_device_mesh)
     accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
     model = accelerator.prepare(torch.nn.Linear(2, 2))
-    accelerator.print(f"prepared: {type(model).__name__} over {model.process_group.size()} processes, as without sp_size")
+    accelerator.print(
+        f"prepared: {type(model).__name__} over {model.process_group.size()} processes, as without sp_size"
+    )
     try:
         from transformers.integrations.tensor_parallel import ReplicateParallel  # noqa: F401
     except ImportError as error:

@@ -24,7 +24,10 @@ IN_PARTS = {
     name: ENGINES[name] for name in ("single", "deepspeed_zero2 x2", *(name for name in ENGINES if "sequence" in name))
 }
 """Engines whose processes share rows, and two whose processes do not."""
-LAYERS_IN_PARTS = {"tensor_parallel x2": ("tensor_parallel", 2), "fsdp2_tensor_parallel 2x2": ("fsdp2_tensor_parallel", 4)}
+LAYERS_IN_PARTS = {
+    "tensor_parallel x2": ("tensor_parallel", 2),
+    "fsdp2_tensor_parallel 2x2": ("fsdp2_tensor_parallel", 4),
+}
 """Engines whose processes share layers, for models whose heads divide."""
 HALF = STEPS // 2
 

@@ -239,8 +239,10 @@ def _check_parts(model: Any, modules: list[_CutModule], size: int) -> None:
         return lambda module, *call: calls.setdefault(name, call) and None
 
     handles = [cut.module.register_forward_hook(record(cut.name), with_kwargs=True) for cut in kinds.values()]
-    was_training = model.training
+    was_training, attention = model.training, model.config._attn_implementation
     model.eval()
+    if attention == "flex_attention":  # compiled, for devices
+        model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
             ids = torch.arange(1, 9)[None] * 7 % model.config.get_text_config().vocab_size
@@ -250,6 +252,8 @@ def _check_parts(model: Any, modules: list[_CutModule], size: int) -> None:
             same = all(_is_sum(cut, size, *calls[cut.name]) for cut in kinds.values() if cut.name in calls)
     finally:
         model.train(was_training)
+        if attention == "flex_attention":
+            model.set_attn_implementation(attention)
     if not same:
         _refuse(model, size, "outputs that change when layers are cut")
 
