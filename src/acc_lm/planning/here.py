@@ -93,6 +93,8 @@ def _fit(config: Config, placement: Placement, *, only_plain: bool = False) -> F
     import psutil
     import torch
 
+    if placement.layers_in_parts > 1:  # activations of a part are not planned yet
+        return None
     here = placement.num_processes // placement.num_machines
     devices = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     wanted = config.model.gradient_checkpointing

@@ -21,6 +21,7 @@ from acc_lm.runtime.engines.prepare import (
     warm_up,
     whole_shapes,
 )
+from acc_lm.runtime.engines.rectangles import Rectangle, rectangles
 from acc_lm.runtime.engines.shards import (
     WEIGHT,
     Piece,
@@ -32,7 +33,7 @@ from acc_lm.runtime.engines.shards import (
     start_state,
 )
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
-from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
+from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal, shares_layers
 from acc_lm.runtime.launch.layout import (
     CONFIGS_BY_SIZE,
     KEPT,
@@ -71,7 +72,7 @@ from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import without_launch
-from acc_lm.runtime.settings.grid import parts_of_rows, readers
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, repeats_losses
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "Peers",
     "Piece",
     "Placement",
+    "Rectangle",
     "RehearsedBytes",
     "Traffic",
     "bare_model",
@@ -130,6 +132,7 @@ __all__ = [
     "measure_step",
     "memory_held",
     "on_main",
+    "parts_of_layers",
     "parts_of_rows",
     "peak_memory_gb",
     "pieces_of",
@@ -139,9 +142,12 @@ __all__ = [
     "quiet_libraries",
     "readers",
     "received_over_tcp",
+    "rectangles",
     "refusal",
     "release_gathered",
+    "repeats_losses",
     "seconds_of_slowest",
+    "shares_layers",
     "split_global_batch",
     "start_state",
     "stop_watching",

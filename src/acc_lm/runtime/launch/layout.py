@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
-from acc_lm.runtime.settings.grid import parts_of_rows
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class Placement:
     offloads_weights: bool = False
     rows_in_parts: int = 1
     """Processes that share each row."""
+    layers_in_parts: int = 1
+    """Processes that share each layer."""
 
     @property
     def replicas(self) -> int:
@@ -110,7 +112,9 @@ def current_placement(config: Config) -> Placement:
     precision = requested_precision(config.training.mixed_precision)
     stored = STORED[config.model.dtype]
     is_mixed = precision != "no"
-    compute: Compute = "own" if not is_mixed else "autocast" if strategy in ("single", "ddp") else "cast"
+    compute: Compute = (
+        "own" if not is_mixed else "autocast" if strategy in ("single", "ddp", "tensor_parallel") else "cast"
+    )
     found = Placement(
         strategy,
         num_processes,
@@ -124,8 +128,9 @@ def current_placement(config: Config) -> Placement:
         updates=stored,
         shards=num_processes,
         rows_in_parts=parts_of_rows(),
+        layers_in_parts=parts_of_layers(),
     )
-    if strategy == "single":
+    if strategy in ("single", "tensor_parallel"):
         return replace(found, shards=1)
     if strategy == "ddp":
         # Gradients are views of buckets, which always exist. Those of earlier micro-batches are outside of them until the last.
@@ -211,6 +216,8 @@ NOT_PLANNED = {
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
+    "tensor_parallel": "for layers that are cut; their activations and traffic are not planned yet",
+    "fsdp2_tensor_parallel": "for layers that are cut; their activations and traffic are not planned yet",
 }
 """The other files of accelerate_configs/, and why no plan is made for them."""
 
