@@ -15,7 +15,7 @@ from acc_lm.cli import main
 from acc_lm.config import Config
 from acc_lm.planning.hardware import GIB, parse_gpus
 from acc_lm.planning.probe import Probe
-from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_ROWS_IN_PARTS
+from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_LAYERS_IN_PARTS, WITH_ROWS_IN_PARTS
 from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for
 
 
@@ -54,7 +54,11 @@ def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 def test_every_config_is_planned_or_says_why_not() -> None:
     names = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
-    assert names == {name for group in CONFIGS_BY_SIZE.values() for name in group} | {*WITH_ROWS_IN_PARTS, *NOT_PLANNED}
+    assert names == {name for group in CONFIGS_BY_SIZE.values() for name in group} | {
+        *WITH_ROWS_IN_PARTS,
+        *WITH_LAYERS_IN_PARTS,
+        *NOT_PLANNED,
+    }
 
 
 QUICK = [case for case in CASES if case.model in ("quickstart", "8B", "70B")]
@@ -167,13 +171,19 @@ def test_rows_are_shared_where_complete_ones_are_too_few_or_do_not_fit(capsys: p
     few = ["quickstart", "training.global_batch_size=2", "training.micro_batch_size=1", "--gpus"]
     code, found = planned([*few, "4xH100"], capsys)
     assert code == 0
-    assert {(row["config"], row["rows_in_parts"]) for row in found["rows"]} == {
-        ("ddp_sequence", 2), ("sequence_parallel", 2), ("deepspeed_zero3_sequence", 2)
+    assert {(row["config"], row["rows_in_parts"], row["layers_in_parts"]) for row in found["rows"]} == {
+        ("ddp_sequence", 2, 1), ("sequence_parallel", 2, 1), ("deepspeed_zero3_sequence", 2, 1),
+        ("fsdp2_tensor_parallel", 1, 2), ("tensor_parallel", 1, 4),
     }  # fmt: skip
-    assert main(["plan", *few, "4xH100"]) == 0
+    assert main(["plan", *few, "4xH100", "--config", "ddp_sequence"]) == 0
     assert "--num_processes 4 --parallelism_config_sp_size 2 " in capsys.readouterr().out
     assert main(["plan", *few, "16xH100"]) == 2
     assert "must be a multiple of the 16 GPUs, got 2" in capsys.readouterr().err, "8 do not divide 4 heads"
+
+    assert main(["plan", *few, "4xH100", "--config", "fsdp2_tensor_parallel"]) == 0
+    words = capsys.readouterr().out
+    assert "--num_processes 4 --parallelism_config_tp_size 2 --parallelism_config_dp_shard_size 2 " in words
+    assert "layers in 2 parts" in words
 
     long = [
         "quickstart",
@@ -202,6 +212,19 @@ def test_rows_are_shared_where_complete_ones_are_too_few_or_do_not_fit(capsys: p
         (["--gpus", "8xH100", "--config", "cpu"], "got cpu: for a machine without GPUs", 2),
         (["--gpus", "2xH100", "--config", "single_gpu"], "got single_gpu, which uses 1 of 2", 2),
         (["--gpus", "1xH100", "--config", "ddp_sequence"], "got ddp_sequence, whose processes share rows", 2),
+        (["--gpus", "7xH100", "--config", "tensor_parallel"], "must be a multiple of the 7 GPUs", 2),
+        (
+            [
+                "--gpus",
+                "3xH100",
+                "--config",
+                "tensor_parallel",
+                "training.global_batch_size=3",
+                "training.micro_batch_size=1",
+            ],
+            "parallelism_config_tp_size must divide the 32 attention heads and the 8 key-value heads of the model, got 3",
+            2,
+        ),
         (["--gpus", "9xH100"], "must fill every machine equally, got 9 on 2 machines", 2),
         (["--gpus", "64xH100", "--network", "0"], "--network must be a positive number, got 0", 2),
         (["--gpus", "H100", "--machine-memory", "-1"], "--machine-memory must be a positive number, got -1", 2),

@@ -25,6 +25,7 @@ ENGINES = {
     "single_gpu": 1, "ddp": 2, "fsdp2": 2, "fsdp2_grad_op": 2, "hsdp": 4, "deepspeed_zero1": 2, "deepspeed_zero2": 2,
     "deepspeed_zero3": 2, "deepspeed_zero2_offload": 2, "deepspeed_zero3_offload": 2,
     "ddp_sequence": 2, "sequence_parallel": 4, "deepspeed_zero3_sequence": 2,
+    "tensor_parallel": 2, "fsdp2_tensor_parallel": 4,
 }  # fmt: skip
 WORST = {"hsdp": 0.04, "deepspeed_zero3": 0.025, "deepspeed_zero3_offload": 0.025}
 """Error in the largest number of bytes where it is more than 2 %: a model that is nearly all state, and no activations."""
@@ -98,7 +99,9 @@ def test_a_plan_is_what_a_real_step_holds_and_sends(
     name: str, precision: str, checkpointing: Any, rows: int, length: int
 ) -> None:
     count = ENGINES[name]
-    config = config_of(count // (2 if "sequence" in name else 1), precision, checkpointing, rows, length)
+    config = config_of(
+        count // (2 if "sequence" in name or "tensor" in name else 1), precision, checkpointing, rows, length
+    )
     file = ROOT / f"accelerate_configs/{name}.yaml"
     environment = launcher_environment(file, count) if count > 1 else {}
 

@@ -238,12 +238,9 @@ def _line(each: Candidate, found: RunPlan, machine: Machine, price: float | None
         )
         if price is not None:
             text += f"{hours.low * n * price:,.0f}-{hours.high * n * price:,.0f}"
-    in_parts = each.placement.rows_in_parts
-    notes = (
-        [f"rows in {in_parts} parts"] * (in_parts > 1)
-        + ["tight"] * (each.fits == "tight")
-        + ["extrapolated"] * bool(each.time.extrapolated)
-    )
+    in_parts, what = each.placement.processes_of_reader, "rows" if each.placement.rows_in_parts > 1 else "layers"
+    notes = [f"{what} in {in_parts} parts"] * (in_parts > 1) + ["tight"] * (each.fits == "tight")
+    notes += ["extrapolated"] * bool(each.time.extrapolated)
     return f"{text} {', '.join(notes)}".rstrip()
 
 

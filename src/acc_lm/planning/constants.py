@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FITTED_ON = "2026-11-23"
+FITTED_ON = "2026-11-24"
 """Date of the fit."""
 FITTED = {
     "jitter": 0.006,

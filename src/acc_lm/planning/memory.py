@@ -45,6 +45,7 @@ def memory_of(
     Args:
         accumulation: micro-batches of a step.
     """
+    probe = probe.in_layers(placement.layers_in_parts).in_parts(placement.rows_in_parts)
     moments = _moments(probe, placement, micro_batch_size, accumulation, checkpointing)
     where = max(moments, key=lambda name: moments[name].total)
     found = moments[where]
@@ -86,7 +87,6 @@ def _moments(
 ) -> dict[str, Moment]:
     """The moments of a step at which memory can be the most."""
     counts = probe.parameters
-    probe = probe.in_parts(placement.rows_in_parts)
     body = probe.phases(micro_batch_size, checkpointing, compute=placement.compute)
     head = probe.head(micro_batch_size, compute=placement.compute)
     block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute)

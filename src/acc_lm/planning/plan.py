@@ -18,6 +18,7 @@ from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Wo
 from acc_lm.runtime import (
     KEPT,
     NOT_PLANNED,
+    WITH_LAYERS_IN_PARTS,
     WITH_ROWS_IN_PARTS,
     Placement,
     can_compile,
@@ -104,6 +105,7 @@ class Candidate:
         return {
             "config": self.placement.config,
             "rows_in_parts": self.placement.rows_in_parts,
+            "layers_in_parts": self.placement.layers_in_parts,
             "micro_batch_size": self.micro_batch_size,
             "accumulation": self.accumulation,
             "gradient_checkpointing": self.checkpointing,
@@ -175,10 +177,10 @@ def make_plan(
     refused: ConfigError | None = None
     for order, (name, parts) in enumerate(_launches(config, machine, only)):
         running = [each.placement for each in found if each.runs]
-        if parts > 1 and any(each.rows_in_parts == 1 or each.config == name for each in running):
+        if parts > 1 and any(each.processes_of_reader == 1 or each.config == name for each in running):
             continue  # fewer parts fit too, and send less
         try:
-            probe.in_parts(parts)
+            probe.in_layers(parts) if name in WITH_LAYERS_IN_PARTS else probe.in_parts(parts)
         except ConfigError as error:  # heads that do not divide over so many
             refused = error
             continue
@@ -200,17 +202,22 @@ def _launches(config: Config, machine: Machine, only: str | None) -> list[tuple[
     here = count // machine.num_machines  # neighbours in one machine share rows
     sizes = [n for n in range(2, here + 1) if here % n == 0 and rows * n % count == 0]
     complete = [only] if only else [*configs_for(count, machine.num_machines)]
-    in_parts = [] if only else [*WITH_ROWS_IN_PARTS]
-    if only in WITH_ROWS_IN_PARTS:
+    in_parts = [] if only else [*WITH_ROWS_IN_PARTS, *WITH_LAYERS_IN_PARTS]
+    if only in (*WITH_ROWS_IN_PARTS, *WITH_LAYERS_IN_PARTS):
         complete, in_parts = in_parts, complete
     if rows % count and not (sizes and in_parts):
         raise _uneven(config, machine)
     if not complete and not sizes:
         raise ConfigError(
-            f"--config must be one that runs on {count} GPU, got {only}, whose processes share rows; leave it out"
+            f"--config must be one that runs on {count} GPU, got {only}, whose processes share rows or layers; leave it out"
         )
     found = [(name, 1) for name in complete if rows % count == 0]
-    return found + [(name, size) for name in in_parts for size in sizes]
+    return found + [(name, size) for name in in_parts for size in sizes if _has_sizes(name, count, size)]
+
+
+def _has_sizes(name: str, num_gpus: int, parts: int) -> bool:
+    """Test whether a config divides this number of GPUs into groups that share layers: all, or several groups."""
+    return name not in WITH_LAYERS_IN_PARTS or (name == WITH_LAYERS_IN_PARTS[0]) == (parts == num_gpus)
 
 
 def _uneven(config: Config, machine: Machine) -> ConfigError:
@@ -232,7 +239,7 @@ def _of_launch(
     order, name, parts = launch
     length = config.data.sequence_length
     rows = config.training.global_batch_size * parts // machine.num_gpus
-    most = MAX_POSITIONS * parts // length
+    most = MAX_POSITIONS * parts // length  # of a GPU
     sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b <= most)]
     if micro_batch_size is not None:
         sizes = [min(micro_batch_size, rows)]
@@ -248,7 +255,7 @@ def _of_launch(
             f"--gpus {placement.num_processes}x..., or leave it out"
         )
     ratio = None
-    if shape is not None and parts == 1:
+    if shape is not None and placement.processes_of_reader == 1:
         ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement))
     found = []
     for checkpointing in SWITCH:
@@ -289,8 +296,9 @@ def work_of(
 ) -> Work:
     """Step of one process as the speed model takes it."""
     again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
-    compute, parts = compute_dtype(config, placement), placement.rows_in_parts
-    return Work(config.data.sequence_length, size, accumulation, again, compiled, compute, parts)
+    compute = compute_dtype(config, placement)
+    parts = placement.rows_in_parts, placement.layers_in_parts
+    return Work(config.data.sequence_length, size, accumulation, again, compiled, compute, *parts)
 
 
 def layout_of(placement: Placement) -> Layout:

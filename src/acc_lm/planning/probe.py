@@ -23,7 +23,7 @@ from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, perio
 from acc_lm.modeling.loss_head import ON_LOGITS
 from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
 from acc_lm.modeling.row_parts import RowParts
-from acc_lm.runtime import Compute, LiveBytes
+from acc_lm.runtime import Compute, LiveBytes, cut_fake_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +111,8 @@ class Probe:
         self._depths: tuple[int, ...] = depths or (self.num_blocks,)
         self._phases: dict[tuple[Compute, Checkpointing, int, int], Phases] = {}
         self._heads: dict[tuple[Compute, int], Head] = {}
-        self._parts: dict[int, Probe] = {}
+        self._parts: dict[tuple[str, int], Probe] = {}
+        self._layer_parts = 1
         self._row_parts: RowParts | None = None
         self._length = config.data.sequence_length
         """Positions of a row that a process computes."""
@@ -125,16 +126,34 @@ class Probe:
         """
         if size == 1:
             return self
-        if size not in self._parts:
+        key = "rows", size
+        if key not in self._parts:
             with self._fake():
                 check_parts_early(self._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
             if not self.is_fused:
                 refuse_parts(self._model_config, size, f"a loss {ON_LOGITS}")
-            part = self._parts[size] = copy.copy(self)
+            part = self._parts[key] = copy.copy(self)
             part._row_parts = RowParts.without_others(size)
             part._length = -(-self._length // size)
             part._phases, part._heads = {}, {}
-        return self._parts[size]
+        return self._parts[key]
+
+    def in_layers(self, size: int) -> Probe:
+        """Measurements of one process's part of the model, whose layers are shared by `size` processes; itself for 1.
+
+        Raises:
+            ConfigError: layers of this model cannot be shared by so many.
+        """
+        if size == 1:
+            return self
+        key = "layers", size
+        if key not in self._parts:
+            part = copy.copy(self)
+            part._layer_parts = size
+            part._phases, part._heads, part._models = {}, {}, {}
+            part.parameters, part._sizes, part.is_fused = part._count()
+            self._parts[key] = part
+        return self._parts[key]
 
     @property
     def sizes(self) -> dict[str, Any] | None:
@@ -199,7 +218,10 @@ class Probe:
     def _build(self, depth: int, dtype: torch.dtype, checkpointing: Checkpointing) -> FakeModel:
         model = self._config.model.model_copy(update={"gradient_checkpointing": SWITCH[checkpointing]})
         length = self._config.data.sequence_length
-        return build_fake_model(model, with_depth(self._model_config, depth), length, dtype, self._config.adapter)
+        fake = build_fake_model(model, with_depth(self._model_config, depth), length, dtype, self._config.adapter)
+        if self._layer_parts > 1:
+            cut_fake_layers(fake.model, self._layer_parts)
+        return fake
 
     def _dtype(self, compute: Compute) -> torch.dtype:
         """Dtype of the weights that a forward pass reads."""

@@ -23,7 +23,7 @@ known in `runtime` only. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from acc_lm.modeling.flops import flops_of
 from acc_lm.planning.constants import FITTED
@@ -48,6 +48,10 @@ class Shape:
     """True: the output head is the embedding."""
     other_parameters: int = 0
     """Parameters outside of matrix products: norms, biases, positions."""
+
+    def part(self, size: int) -> Shape:
+        """Sizes of what one of `size` GPUs computes if they share each layer: some heads and units of each, and the ends."""
+        return replace(self, ffn=self.ffn // size, heads=self.heads // size, kv_heads=self.kv_heads // size)
 
     @property
     def queries(self) -> int:
@@ -161,6 +165,8 @@ class Work:
     """Dtype of the products: bfloat16, float16, tf32, float32 or fp8."""
     parts: int = 1
     """GPUs that share each row."""
+    layer_parts: int = 1
+    """GPUs that share each layer."""
 
     @property
     def tokens(self) -> int:
@@ -257,13 +263,13 @@ def step_time(
         constants: efficiencies; None: those fitted on published figures.
     """
     c = FITTED if constants is None else constants
-    micro_batches = work.accumulation
+    micro_batches, whole, shape = work.accumulation, shape, shape.part(work.layer_parts)
     products, attention, traffic = compute_seconds(shape, gpu, layout, work, c)
     compute = products + attention + traffic
-    machines = max(1.0, layout.processes / gpu.per_machine)
+    machines = max(1.0, layout.processes * work.layer_parts / gpu.per_machine)
     jitter = 1 + c["jitter"] * math.log2(machines)
     sent = communication(shape, gpu, layout, micro_batches, network, c)
-    exchanged = exchanges(shape, gpu, work, c)
+    exchanged = exchanges(shape, gpu, layout, work, c)
     hideable = layout.overlap * compute * (1.0 if layout.weight_shards > 1 else 2 / 3)  # else in the backward pass only
     exposed = 0.0
     for times, seconds, pieces in sent.during:
@@ -282,8 +288,8 @@ def step_time(
         offload=factor * offload_seconds(shape, gpu, layout, micro_batches),
         bytes_sent=sent.bytes_sent + exchanged.bytes_sent,
         network_bytes=sent.network_bytes,
-        tokens=micro_batches * work.tokens,
-        flops=micro_batches * work.tokens * shape.flops_per_token(work.length),
+        tokens=micro_batches * work.tokens // work.layer_parts,
+        flops=micro_batches * work.tokens * whole.flops_per_token(work.length) / work.layer_parts,
         peak=gpu.peak(work.compute),
         calibrated=calibration is not None,
         extrapolated=_beyond_published(gpu, layout, ratio, compute, work),
@@ -308,8 +314,8 @@ def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, seconds: float, wo
         return f"communication takes {ratio:.1f} of the time of computation, published runs up to {EXTRAPOLATED_RATIO}"
     if not gpu.has_published_rows:
         return f"no published run on a {gpu.name} was fitted: data sheet and the constants of other GPUs"
-    if work.parts > 1:
-        return "no published run with rows in parts was fitted"
+    if work.parts * work.layer_parts > 1:
+        return f"no published run with {'rows' if work.parts > 1 else 'layers'} in parts was fitted"
     return "" if work.compute in ("bfloat16", "fp8") else f"no published run in {work.compute} was fitted"
 
 
@@ -395,14 +401,26 @@ def communication(
 
 @dataclass(frozen=True)
 class Exchanges:
-    """All-to-alls of a step in which rows are shared; nothing hides them."""
+    """Messages of a step within its layers, where rows or layers are shared; nothing hides them."""
 
     seconds: float
     bytes_sent: float
 
 
-def exchanges(shape: Shape, gpu: Gpu, work: Work, c: dict[str, float]) -> Exchanges:
-    """Exchanges of queries, keys, values and outputs of attention, within a machine (docs/guides/strategies.md)."""
+def exchanges(shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, float]) -> Exchanges:
+    """Messages of rows or layers in parts, within a machine (docs/guides/strategies.md).
+
+    Rows in parts exchange queries, keys, values and outputs of attention. Layers in parts sum the outputs of attention and
+    feed-forward module, and the gradients of their inputs.
+    """
+    if work.layer_parts > 1:
+        width = 4 if work.compute in ("float32", "tf32") else 2
+        backward = 4 if layout.casts_weights else width  # autocast: inputs of the modules are in float32
+        sums = (2 + bool(work.recomputed.elementwise)) * width + 2 * backward
+        times = work.accumulation * shape.layers
+        sent = times * work.tokens * shape.hidden * sums * 2 * _share(work.layer_parts)
+        hops = (4 + bool(work.recomputed.elementwise)) * times * 2 * (work.layer_parts - 1)
+        return Exchanges(sent / gpu.ring_bandwidth + hops * c["hop"], sent)
     if work.parts == 1:
         return Exchanges(0.0, 0.0)
     keys = max(shape.kv_heads, work.parts) * shape.head_size  # fewer heads than parts are repeated

@@ -32,6 +32,7 @@ from acc_lm.runtime.engines.shards import (
     publish_weights,
     start_state,
 )
+from acc_lm.runtime.engines.tensor_parallel import cut_fake_layers
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
 from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal, shares_layers
 from acc_lm.runtime.launch.layout import (
@@ -41,6 +42,7 @@ from acc_lm.runtime.launch.layout import (
     MAX_LIVE,
     NOT_PLANNED,
     PREFETCHED,
+    WITH_LAYERS_IN_PARTS,
     WITH_ROWS_IN_PARTS,
     Compute,
     Placement,
@@ -87,6 +89,7 @@ __all__ = [
     "NOT_PLANNED",
     "PREFETCHED",
     "WEIGHT",
+    "WITH_LAYERS_IN_PARTS",
     "WITH_ROWS_IN_PARTS",
     "Compute",
     "Gradients",
@@ -113,6 +116,7 @@ __all__ = [
     "count_updates",
     "cpu_group",
     "current_placement",
+    "cut_fake_layers",
     "data_parallel",
     "environment",
     "explain",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import training_script
-from acc_lm.errors import ConfigError, MachineError
+from acc_lm.errors import MachineError
 from acc_lm.planning.calibration import keep_ratio, known_ratio
 from acc_lm.planning.memory import memory_of
 from acc_lm.planning.plan import Candidate, bytes_sent, compute_dtype, shape_of
@@ -54,20 +54,11 @@ class Compared:
 
 
 def rehearsed(config: Config, config_file: Path, num_processes: int | None) -> tuple[Probe, Candidate]:
-    """The recipe as it stands, on CPU processes under an Accelerate config; its speed is not modelled.
-
-    Raises:
-        ConfigError: the processes share layers.
-    """
+    """The recipe as it stands, on CPU processes under an Accelerate config; its speed is not modelled."""
     probe = Probe(config, vocabulary_of(config), on_gpu=False)
     num_machines = Case(config_file, 1).num_machines
     placement = placement_of(config_file, num_processes, num_machines if num_machines > 1 else None, config)
-    if placement.layers_in_parts > 1:
-        raise ConfigError(
-            f"--config must be one whose processes hold whole layers, got {config_file.stem}: parts of layers are not planned; run "
-            "train.py --dry-run under it, which measures too"
-        )
-    micro, accumulation = split_global_batch(config.training, placement.num_processes, placement.rows_in_parts)
+    micro, accumulation = split_global_batch(config.training, placement.num_processes, placement.processes_of_reader)
     checkpointing = next(name for name, value in SWITCH.items() if value == config.model.gradient_checkpointing)
     memory = memory_of(probe, placement, micro, accumulation, checkpointing)
     return probe, Candidate(placement, 0, micro, accumulation, checkpointing, False, memory, "yes", None)
@@ -92,7 +83,7 @@ def compare_with_dry_run(
     own = _as_run(config, candidate)
     sent = bytes_sent(own, shape, placement, candidate.micro_batch_size, candidate.accumulation) if shape else None
     seconds = candidate.time.total if candidate.time else None
-    if gpu is not None and shape is not None and seconds and placement.rows_in_parts == 1:
+    if gpu is not None and shape is not None and seconds and placement.processes_of_reader == 1:
         compute = compute_dtype(config, placement)
         ratio = found["seconds"] / seconds * (known_ratio(gpu, shape, length, compute) or 1.0)
         facts = {name: found["identity"][name] for name in ("strategy", "num_processes", "device")}

@@ -52,8 +52,9 @@ class LayerParts:
         return self.shapes.get(name, tuple(parameter.shape))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the parts, in place."""
-        dist.all_reduce(tensor, group=self.group)
+        """Sum over the parts, in place; nothing without a group, on fake tensors."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
 
@@ -140,6 +141,19 @@ def cut_layers(model: nn.Module, size: int, timeout: timedelta | None = None) ->
     parts = LayerParts(size, group.rank(), group=group)
     modules = modules_to_cut(model, size)
     _check_parts(model, modules, size)
+    _cut(model, modules, parts)
+
+
+def cut_fake_layers(model: nn.Module, size: int) -> None:
+    """Keep a part of the layers of a complete model on fake tensors, whose sums over the parts send nothing.
+
+    Raises:
+        ConfigError: the model cannot be cut by its plan.
+    """
+    _cut(model, modules_to_cut(model, size), LayerParts(size))
+
+
+def _cut(model: nn.Module, modules: list[_CutModule], parts: LayerParts) -> None:
     for cut in modules:
         for name, dimension in cut.dimension.items():
             parts.dimension[f"{cut.name}.{name}"] = dimension
@@ -169,6 +183,8 @@ def modules_to_cut(model: Any, size: int) -> list[_CutModule]:
     whole = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     rules = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), rule) for key, rule in model.tp_plan.items()]
     found: dict[str, _CutModule] = {}
+    if rules:
+        _check_heads(model, size)
     for name, module in [*model.named_modules(), *model.named_parameters()]:
         rule = next((rule for pattern, rule in rules if pattern.fullmatch(name)), None)
         if rule is None or id(module) in whole:
@@ -192,7 +208,6 @@ def modules_to_cut(model: Any, size: int) -> list[_CutModule]:
             cut.last = module if cut.last is None else _refuse(model, size, f"several last matrices in {parent}")
     if not found:
         _refuse(model, size, "no plan in transformers of how its layers are cut")
-    _check_heads(model, size)
     for cut in found.values():
         _check_module(model, cut, size)
     return list(found.values())

@@ -80,8 +80,13 @@ class Placement:
     """Processes that share each layer."""
 
     @property
+    def processes_of_reader(self) -> int:
+        """Processes that read the same rows."""
+        return self.rows_in_parts * self.layers_in_parts
+
+    @property
     def replicas(self) -> int:
-        return self.num_processes // self.shards
+        return self.num_processes // self.layers_in_parts // self.shards
 
 
 def placement_of(
@@ -90,7 +95,7 @@ def placement_of(
     """Placement of this recipe's model under an Accelerate config.
 
     Args:
-        num_processes, num_machines, parts: other than the numbers in the file; None: those. Parts are those of a row.
+        num_processes, num_machines, parts: other than the numbers in the file; None: those. Parts are those of a row or a layer.
 
     Raises:
         MachineError: the config cannot be launched like that.
@@ -126,7 +131,7 @@ def current_placement(config: Config) -> Placement:
         gradients=stored,
         held=stored,
         updates=stored,
-        shards=num_processes,
+        shards=num_processes // parts_of_layers(),
         rows_in_parts=parts_of_rows(),
         layers_in_parts=parts_of_layers(),
     )
@@ -139,13 +144,13 @@ def current_placement(config: Config) -> Placement:
         devices = offload_device("optimizer"), offload_device("param")
         bucket = config.distributed.bucket_cap_mb * 2**20
         return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices, bucket)
-    shards = _sharing(here) if strategy == "hsdp" else num_processes
+    shards = _sharing(here) if strategy == "hsdp" else found.shards
     share = stored / shards
     keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
     found = replace(found, gathers="all blocks" if keeps else "blocks", reduces=4)
     found = replace(
-        found, apart=shards < num_processes
+        found, apart=found.replicas > 1
     )  # sums between the copies are kept until the end of a backward pass
     if flag("FSDP_OFFLOAD_PARAMS"):
         found = replace(found, weights=0, state=0, gradients=0, held=0, updates=0, host=4 * share)
@@ -211,13 +216,13 @@ CONFIGS_BY_SIZE = {
 """Accelerate configs to compare, the simplest first."""
 WITH_ROWS_IN_PARTS = ("ddp_sequence", "sequence_parallel", "deepspeed_zero3_sequence")
 """Those whose processes share rows, for rows that do not fit on one GPU or are fewer than the GPUs; the simplest first."""
+WITH_LAYERS_IN_PARTS = ("tensor_parallel", "fsdp2_tensor_parallel")
+"""Those whose processes share layers, for the same cases."""
 NOT_PLANNED = {
     "cpu": "for a machine without GPUs",
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
-    "tensor_parallel": "for layers that are cut; their activations and traffic are not planned yet",
-    "fsdp2_tensor_parallel": "for layers that are cut; their activations and traffic are not planned yet",
 }
 """The other files of accelerate_configs/, and why no plan is made for them."""
 
@@ -230,8 +235,11 @@ def configs_for(num_processes: int, num_machines: int) -> tuple[str, ...]:
 
 
 def _words_for_parts(config: str, num_processes: int, parts: int) -> list[str]:
-    words = ["--parallelism_config_sp_size", str(parts)]
-    if config == "sequence_parallel":  # FSDP2, whose grid must multiply to the number of processes
+    words = [f"--parallelism_config_{'tp' if config in WITH_LAYERS_IN_PARTS else 'sp'}_size", str(parts)]
+    if config in (
+        "sequence_parallel",
+        "fsdp2_tensor_parallel",
+    ):  # FSDP2, whose grid must multiply to the number of processes
         words += ["--parallelism_config_dp_shard_size", str(num_processes // parts)]
     return words
 
@@ -251,8 +259,8 @@ def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
         if 1 < placement.shards < placement.num_processes:
             words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
             words += ["--parallelism_config_dp_shard_size", str(placement.shards)]
-    if placement.rows_in_parts > 1:
-        words += _words_for_parts(placement.config, placement.num_processes, placement.rows_in_parts)
+    if placement.processes_of_reader > 1:
+        words += _words_for_parts(placement.config, placement.num_processes, placement.processes_of_reader)
     if compiled:
         words += ["--dynamo_backend", "inductor"]
         if placement.shards_weights:
