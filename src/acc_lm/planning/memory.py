@@ -149,15 +149,18 @@ def _gathered(probe: Probe, placement: Placement) -> _Gathered:
     share = counts.trained / counts.total
     block, head = float(size * counts.block), float(size * counts.head)
     tied = head * counts.is_tied
+    at_head = head + (
+        block if counts.is_tied else head
+    )  # the last message is held until the next one: a block's, or its own
     reduced_head = 0.0 if counts.is_tied else placement.reduces * counts.head * (share == 1)
     reduced = placement.reduces * counts.block * share
     if placement.gathers == "blocks":  # one that is computed with, and the next one; a head with its buffer
         two = 2 * block + tied
-        return _Gathered(two, 2 * head - tied, two + reduced_head, two + reduced, reduced)
+        return _Gathered(two, at_head, two + reduced_head, two + reduced, reduced)
     if placement.gathers == "all blocks":
         whole = float(size * counts.total)
         rest = whole - (head - tied)
-        return _Gathered(whole, whole + head - tied, rest + reduced_head, rest - block + reduced, reduced)
+        return _Gathered(whole, whole - head + at_head, rest + reduced_head, rest - block + reduced, reduced)
     if placement.gathers == "limited":
         live = size * min(counts.total, KEPT + counts.head + 2 * PREFETCHED, MAX_LIVE)
         again = size * min(counts.total - counts.head, PREFETCHED)  # what arrives at a time has a second copy
