@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob(
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-GATES = ("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G11", "G12", "resuming", "G10")
+GATES = ("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G11", "G12", "G13", "G14", "resuming", "G10")
 
 
 class Chaos:
@@ -95,6 +95,25 @@ class Chaos:
         return (
             f"kill -9 under `accelerate launch` with two processes (of process 0, process 1, the launcher, or all), {two.kills} times; runs: "
             f"{two.runs} | {two.in_save} kills were during a save; the same result; no process was left running; {two.seconds:.0f} s"
+        )
+
+    def G13(self) -> str:
+        return self.killed_in_parts("ddp_sequence", "rows")
+
+    def G14(self) -> str:
+        return self.killed_in_parts("tensor_parallel", "layers")
+
+    def killed_in_parts(self, config: str, what: str) -> str:
+        from test_resume import kill_launches_at_random
+
+        model = (
+            "model.config={hidden_size: 128, intermediate_size: 512, num_attention_heads: 4, num_key_value_heads: 2}"
+        )
+        recipe = ["--config", str(self.recipe)]
+        two = kill_launches_at_random(recipe, self.room(config), self.launcher_kills, 3, config, model)
+        return (
+            f"the same as G2 with two processes that share {what} ({config}), {two.kills} times; runs: {two.runs} | {two.in_save} kills were "
+            f"during a save; the same result; no process was left running; {two.seconds:.0f} s"
         )
 
     def G3(self) -> str:
@@ -236,9 +255,12 @@ def write(page: Path, lines: list[str], some: dict[str, str] | None) -> None:
 
     if some is not None:
         block = page.read_text().partition("<!-- chaos: generated -->\n")[2].partition("\n<!-- chaos: end -->")[0]
-        lines = [
-            some.get(line.split("|")[1].strip(), line) if line.startswith("| ") else line for line in block.splitlines()
-        ]
+        lines, new = block.splitlines(), dict(some)
+        for index, line in enumerate(lines):
+            name = line.split("|")[1].strip() if line.startswith("| ") else ""
+            lines[index] = new.pop(name, line)
+        last = max(index for index, line in enumerate(lines) if line.startswith("| G"))
+        lines[last + 1 : last + 1] = new.values()
         lines.append(f"\nMeasured again later, {', '.join(some)}: {machine_line()}")
     replace_block(page, "chaos", "\n".join(lines))
 

@@ -371,21 +371,24 @@ def test_killed_at_random_it_always_resumes_and_ends_the_same(dropout_recipe: li
     assert result.in_save >= 2
 
 
-def kill_launches_at_random(recipe: list[str], folder: Path, kills: int, seed: int) -> Kills:
+def kill_launches_at_random(
+    recipe: list[str], folder: Path, kills: int, seed: int, config: str = "ddp", model: str = "model.config.n_embd=256"
+) -> Kills:
     """The same with two processes under `accelerate launch`: process 0, process 1, the launcher and all of them, in turn."""
     import psutil
 
     choose, result = random.Random(seed), Kills()
     arguments = [
-        *recipe, "model.config.n_embd=256", "training.max_steps=60", "training.micro_batch_size=6", "checkpoint.keep_last=2",
+        *recipe, model, "training.max_steps=60", "training.micro_batch_size=6", "checkpoint.keep_last=2",
         "data.sequence_length=8", "training.eval_every=null", "training.log_every=1",
     ]  # fmt: skip
+    file = ROOT / f"accelerate_configs/{config}.yaml"
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/ddp.yaml"),
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file),
         "--main_process_port", "0", str(ROOT / "train.py"),
     ]  # fmt: skip
     began, whole = time.monotonic(), folder / "whole"
-    run_training([*arguments, f"output_dir={whole}"], 2)
+    run_training([*arguments, f"output_dir={whole}"], 2, None if config == "ddp" else launcher_environment(file, 2))
     while result.kills < kills:
         result.runs += 1
         run = folder / f"run-{result.runs}"
