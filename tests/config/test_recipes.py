@@ -65,7 +65,7 @@ def test_the_gpu_that_a_header_names_is_enough(file: Path) -> None:
     named = re.findall(r"(?:one GPU )?with (\d+ GB)(?:, (training\.\w+=\d+))?", line)
     for size, change in named:
         if size == "80 GB":
-            found, usable = memory_of_recipe(file, [], "ddp", 8), 79.1
+            found, usable = memory_of_recipe(file, [], "fsdp2" if "with fsdp2.yaml" in line else "ddp", 8), 79.1
         else:
             found, usable = memory_of_recipe(file, [change] if change else [], "single_gpu", 1), ONE_GPU[size]
         assert found is not None
@@ -139,6 +139,10 @@ ON_THE_HUB = {
     "pretrain_gpt2-124m_fineweb-edu": ("model.config={n_embd: 16, n_layer: 2, n_head: 2}", None),
     "pretrain_llama-1b_fineweb-edu": (
         "model.config={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 3, num_key_value_heads: 1}",
+        None,
+    ),
+    "pretrain_llama-11b_fineweb-edu": (
+        "model.config={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 48, num_attention_heads: 3, num_key_value_heads: 1}",
         None,
     ),
     "finetune_llama-3.2-1b_long-rows": ("data.dataset_split=train", None),
