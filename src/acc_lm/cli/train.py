@@ -25,6 +25,7 @@ from acc_lm.config.reference import help_text
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, OutOfMemoryError, Preempted, UserError, print_problems
 from acc_lm.launcher import bound_spinning, die_with_launcher
 from acc_lm.redaction import print_anything, redact
+from acc_lm.run_files.log_file import copied_to_log
 from acc_lm.run_files.output_dir import open_output_dir
 from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import StopRequest, handlers_kept
@@ -52,7 +53,7 @@ def run_to_its_end(
 ) -> int:
     """Parse the command line, train, and turn the outcome into its exit code."""
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
-    began, is_ours = time.time(), False
+    began, is_ours, log = time.time(), False, ExitStack()
     print_anything()
     bound_spinning()
     gc.disable()  # until the libraries are loaded, see `runtime.keep_libraries`
@@ -67,6 +68,8 @@ def run_to_its_end(
             # A dry run may use the folder of a run that is under way.
             stack.enter_context(open_output_dir(output_dir, alone=mode != Mode.DRY_RUN))
             is_ours = mode == Mode.TRAIN
+            if mode != Mode.DRY_RUN:
+                log.enter_context(copied_to_log(output_dir))
             try:
                 return train(config, stop_request, mode)
             finally:
@@ -95,6 +98,7 @@ def run_to_its_end(
         _print_memory(explained, config)
         print_problems(explained)
     finally:
+        log.close()
         gc.enable()
         if reason and is_ours and config:
             write_failure(config.output_dir, status, code, reason, speaks, began)

@@ -48,6 +48,7 @@ from acc_lm.runtime.launch.layout import (
     launch_words,
     placement_of,
 )
+from acc_lm.runtime.launch.ranks import Ranks, find_ranks
 from acc_lm.runtime.launch.request import split_global_batch
 from acc_lm.runtime.launch.threads import choose_threads, keep_threads
 from acc_lm.runtime.monitoring.bandwidth import (
@@ -61,6 +62,7 @@ from acc_lm.runtime.monitoring.bandwidth import (
     time_collective,
     wait_for,
 )
+from acc_lm.runtime.monitoring.gpus import Gpus
 from acc_lm.runtime.monitoring.live_bytes import LiveBytes, RehearsedBytes
 from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.monitoring.peers import Peers
@@ -86,6 +88,7 @@ __all__ = [
     "PREFETCHED",
     "WEIGHT",
     "Compute",
+    "Gpus",
     "Gradients",
     "Identity",
     "LiveBytes",
@@ -94,6 +97,7 @@ __all__ = [
     "Peers",
     "Piece",
     "Placement",
+    "Ranks",
     "RehearsedBytes",
     "Traffic",
     "bare_model",
@@ -112,6 +116,7 @@ __all__ = [
     "data_parallel",
     "environment",
     "explain",
+    "find_ranks",
     "fit_micro_batch",
     "forget",
     "full_precision",

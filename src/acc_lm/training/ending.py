@@ -83,8 +83,9 @@ def weights_to_export(run: Run, report: Reporter, ended: Ended, check: Callable[
 
 def facts_of(run: Run, ended: Ended) -> dict[str, Any]:
     """Content of `summary.json` for this run, without its status. Every process calls."""
-    metric = run.config.checkpoint.best_metric
+    metric, energy = run.config.checkpoint.best_metric, run.speed.gpus.energy_wh()
     return {
+        **runtime.find_ranks(run.accelerator).facts,
         **ended.progress.facts,
         "num_steps": run.plan.num_steps,
         "tokens_per_second": (ended.progress.tokens - run.start.progress.tokens) / ended.seconds,
@@ -97,4 +98,5 @@ def facts_of(run: Run, ended: Ended) -> dict[str, Any]:
         "eval_files": run.data.facts.eval_files,
         "peak_memory_gb": runtime.gather_objects(run.accelerator, run.memory.peak_gb),
         "peak_memory_gb_by_phase": runtime.gather_objects(run.accelerator, run.memory.phases),
+        **({} if energy is None else {"energy_wh": energy}),
     }
