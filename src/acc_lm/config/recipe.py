@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -34,6 +34,10 @@ from acc_lm.config.training import OptimizerConfig, ScheduleConfig, TrainingConf
 
 MOST_PROFILED = 20
 """Maximum number of steps in a profile, each of which takes megabytes."""
+
+
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Trackers that Accelerate knows."""
 
 
 class CheckpointConfig(Section):
@@ -63,11 +67,11 @@ class TrackingConfig(Section):
     """Trackers that receive metrics in addition to `metrics.jsonl`, and text samples during training."""
 
     report_to: Annotated[
-        tuple[Literal["wandb", "tensorboard"], ...],
+        tuple[Tracker, ...],
         BeforeValidator(as_tuple),
-        WithJsonSchema({"type": "array", "items": {"enum": ["wandb", "tensorboard"]}}),
+        WithJsonSchema({"type": "array", "items": {"enum": list(get_args(Tracker))}}),
     ] = ("wandb",)
-    """Trackers to report to; wandb switches to offline mode by itself when there is no key or no network."""
+    """Trackers to report to, of Accelerate's; without its key or address each one works offline, in the output folder."""
     project: Annotated[NameInTracker, AfterValidator(folder_name)] = "acc-lm"
     """Name of the project in the tracker."""
     run_name: NameInTracker | None = None

@@ -14,7 +14,18 @@ from typing import IO
 
 from acc_lm.errors import ConfigError, warn_once
 from acc_lm.launcher import is_main_process
-from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, LOG, METRICS, PICTURE, RECIPE, SAMPLES, SUMMARY
+from acc_lm.run_files.names import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    FINAL,
+    LOG,
+    METRICS,
+    PICTURE,
+    RECIPE,
+    SAMPLES,
+    SUMMARY,
+    TRACKERS,
+)
 from acc_lm.run_files.summary import read_json_file, read_summary
 
 LOCK = ".lock"
@@ -30,7 +41,7 @@ FILES = (
     LOG,
     LOCK,
 )
-FOLDERS = (CHECKPOINTS, FINAL, "tmp-final", "tokenizer", "profile")
+FOLDERS = (CHECKPOINTS, FINAL, "tmp-final", "tokenizer", "profile", TRACKERS)
 
 
 @contextlib.contextmanager
