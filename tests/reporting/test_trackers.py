@@ -24,22 +24,21 @@ LOSSES = dict[int, float]
 
 
 def losses_in_aim(folder: Path) -> LOSSES:
-    from aim import Repo
-    from aim.sdk.objects.context import Context
+    from aim import Repo, Run
+    from aim.storage.context import Context
 
-    (run,) = Repo(str(folder)).iter_runs()
-    steps, values = run.get_metric("train/loss", Context({})).values.sparse_list()
+    repository = Repo(str(folder))
+    (name,) = repository.list_all_runs()
+    run = Run(name, repo=repository, system_tracking_interval=None, capture_terminal_logs=False)
+    steps, (values, *_) = run.get_metric("train/loss", Context({})).data.items_list()
+    run.close()
     return dict(zip(map(int, steps), values, strict=True))
 
 
 def losses_in_clearml(folder: Path) -> LOSSES:
     (file,) = folder.glob("offline/offline-*/metrics.jsonl")
     rows = [row for line in file.read_text().splitlines() for row in json.loads(line)]
-    return {
-        row["iter"]: row["value"]
-        for row in rows
-        if row.get("variant") == "train/loss" or row.get("metric") == "train/loss"
-    }
+    return {row["iter"]: row["value"] for row in rows if row["metric"] == "train/loss"}
 
 
 def losses_in_comet(folder: Path) -> LOSSES:

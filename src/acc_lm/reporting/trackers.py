@@ -138,9 +138,27 @@ def _aim(folder: Path, run_name: str) -> dict[str, Any]:
     return {"experiment": run_name, "system_tracking_interval": None, "capture_terminal_logs": False}
 
 
+_FRAMEWORKS = [
+    "matplotlib",
+    "tensorflow",
+    "tensorboard",
+    "pytorch",
+    "xgboost",
+    "scikit",
+    "fastai",
+    "lightgbm",
+    "hydra",
+    "tfdefines",
+    "joblib",
+    "megengine",
+    "catboost",
+    "gradio",
+    "detect_repository",
+]
 _QUIET_CLEARML = {
     "auto_connect_arg_parser": False,
-    "auto_connect_frameworks": False,  # otherwise it replaces functions of torch that save
+    # Otherwise it replaces functions of torch that save, and its look at the repository can hang the end of the run.
+    "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS, False),
     "auto_connect_streams": False,
     "auto_resource_monitoring": False,
 }
