@@ -19,6 +19,7 @@ from acc_lm.config.fields import (
     Folder,
     Learned,
     NameInTracker,
+    NameOnHub,
     NotLearned,
     PositiveFloat,
     PositiveInt,
@@ -109,6 +110,10 @@ class ExportConfig(Section):
     """Start of the sample; null: the first tokens of the held-out text."""
     sample_tokens: Count = 80
     """Length of the sample, in tokens; 0: no sample."""
+    push_to_hub: NameOnHub | None = None
+    """Repository on the Hub, as owner/name, to which final/ is pushed at the end, private if it is new; null: none. A failed push does not fail the run."""
+    license: Annotated[str, Field(min_length=1)] | None = None
+    """License of the model for its card, by the Hub's identifier, e.g. apache-2.0; null: none is named."""
 
 
 class DistributedConfig(Section):

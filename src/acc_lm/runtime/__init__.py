@@ -71,7 +71,7 @@ from acc_lm.runtime.monitoring.step_cost import MEASURED_FILE, measure_step
 from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
-from acc_lm.runtime.settings.config_file import without_launch
+from acc_lm.runtime.settings.config_file import shareable_config, without_launch
 from acc_lm.runtime.settings.grid import parts_of_rows, readers
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
@@ -145,6 +145,7 @@ __all__ = [
     "refusal",
     "release_gathered",
     "seconds_of_slowest",
+    "shareable_config",
     "split_global_batch",
     "start_state",
     "stop_watching",
