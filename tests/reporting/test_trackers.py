@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -116,7 +117,11 @@ def test_offline_each_tracker_has_every_step_once_after_a_kill(name: str, tiny: 
         "HTTP_PROXY": "http://127.0.0.1:1",
     }
 
+    project = tmp_path / "project"
+    subprocess.run(["git", "init", "-q", project], check=True)
+
     def end_after_five() -> None:
+        os.chdir(project)
         append = metrics_file.append
 
         def append_and_end(output_dir: Path, step: int, metrics: dict[str, float]) -> None:
@@ -127,7 +132,7 @@ def test_offline_each_tracker_has_every_step_once_after_a_kill(name: str, tiny: 
         metrics_file.append = append_and_end
 
     train_with(arguments, end_after_five, environment, expect=-signal.SIGKILL)
-    finished = train_with(arguments, environment=environment)
+    finished = train_with(arguments, lambda: os.chdir(project), environment)
     assert warnings_of(finished) == []
     assert f"{name} in {run / 'trackers' / name}" in finished.output or "still starting" in finished.output
     rows = rows_of_metrics(run)
@@ -138,6 +143,7 @@ def test_offline_each_tracker_has_every_step_once_after_a_kill(name: str, tiny: 
     else:
         OFFLINE[name](run / "trackers" / name)
     assert [path.name for path in (run / "trackers").iterdir()] == [name], "the folder of the killed start is replaced"
+    assert [path.name for path in project.iterdir()] == [".git"], "nothing is written where the run was started"
 
 
 class Server:

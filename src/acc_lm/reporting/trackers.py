@@ -186,11 +186,10 @@ def _comet(folder: Path, run_name: str) -> dict[str, Any]:
 
 
 def _dvclive(folder: Path, run_name: str) -> dict[str, Any]:
-    return {
-        "dir": str(folder),
-        "save_dvc_exp": False,
-        "dvcyaml": False,
-    }  # nothing is committed to the user's repository
+    import dvclive.live
+
+    dvclive.live.get_dvc_repo = lambda: None  # otherwise it sets up DVC in the Git repository in which the run is started
+    return {"dir": str(folder), "save_dvc_exp": False, "dvcyaml": False}
 
 
 def _mlflow(folder: Path, run_name: str) -> dict[str, Any]:
