@@ -188,9 +188,8 @@ def _comet(folder: Path, run_name: str) -> dict[str, Any]:
 def _dvclive(folder: Path, run_name: str) -> dict[str, Any]:
     import dvclive.live
 
-    dvclive.live.get_dvc_repo = lambda: (
-        None
-    )  # otherwise it sets up DVC in the Git repository in which the run is started
+    # Otherwise it sets up DVC in the Git repository in which the run is started.
+    dvclive.live.get_dvc_repo = lambda: None
     return {"dir": str(folder), "save_dvc_exp": False, "dvcyaml": False}
 
 
