@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,7 @@ def compare(file: Path, launch: str, num_gpus: int, overrides: tuple[str, ...] =
     if found is None:
         return None
     config, probe = found
+    num_gpus = math.gcd(num_gpus, config.training.global_batch_size)
     rows, accumulation = split_global_batch(config.training, num_gpus)
     config = config.model_copy(update={"training": config.training.model_copy(update={"micro_batch_size": rows})})
     accumulation = min(accumulation, 2)  # further micro-batches change nothing

@@ -26,6 +26,7 @@ VARIANTS = (
     "deepspeed_zero3_offload",
     "ddp_sequence",
     "deepspeed_zero3_sequence",
+    "tensor_parallel",
 )
 """Cases of docs/promises/parity.md that the README leaves out."""
 

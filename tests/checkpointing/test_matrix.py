@@ -24,6 +24,11 @@ IN_PARTS = {
     name: ENGINES[name] for name in ("single", "deepspeed_zero2 x2", *(name for name in ENGINES if "sequence" in name))
 }
 """Engines whose processes share rows, and two whose processes do not."""
+LAYERS_IN_PARTS = {
+    "tensor_parallel x2": ("tensor_parallel", 2),
+    "fsdp2_tensor_parallel 2x2": ("fsdp2_tensor_parallel", 4),
+}
+"""Engines whose processes share layers, for models whose heads divide."""
 HALF = STEPS // 2
 
 Engines = dict[str, tuple[str, int]]
@@ -77,6 +82,12 @@ def test_rows_in_parts_resume_from_complete_ones_and_back(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_any_engine_resumes_from_any_other(tmp_path: Path) -> None:
     check(whole_matrix(Scenario("gpt2"), tmp_path), TOLERANCE["no"]["train/loss"])
+
+
+@pytest.mark.slow
+def test_any_engine_resumes_from_layers_in_parts_and_back(tmp_path: Path) -> None:
+    engines = ENGINES | LAYERS_IN_PARTS
+    check(whole_matrix(Scenario("wide", accumulation=2), tmp_path, engines), TOLERANCE["no"]["train/loss"], engines)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from acc_lm.cli import main
 from acc_lm.config import Config
 from acc_lm.planning.hardware import GIB, parse_gpus
 from acc_lm.planning.probe import Probe
-from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED
+from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_ROWS_IN_PARTS
 from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for
 
 
@@ -54,7 +54,7 @@ def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 def test_every_config_is_planned_or_says_why_not() -> None:
     names = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
-    assert names == {name for group in CONFIGS_BY_SIZE.values() for name in group} | set(NOT_PLANNED)
+    assert names == {name for group in CONFIGS_BY_SIZE.values() for name in group} | {*WITH_ROWS_IN_PARTS, *NOT_PLANNED}
 
 
 QUICK = [case for case in CASES if case.model in ("quickstart", "8B", "70B")]
@@ -131,6 +131,13 @@ def test_the_table_says_what_to_take_and_why(recipes: dict[str, list[str]], caps
     assert any(line.startswith("  energy ") and "kWh at most" in line for line in lines)
 
 
+def test_a_plan_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    packed = ["data.attend_across_documents=false", "optimizer.name=muon"]
+    for words, count in ([], 0), (packed[1:], 1), (packed, 2):
+        assert main(["plan", "quickstart", "--gpus", "1xT4", "training.micro_batch_size=1", *words]) == 0
+        assert capsys.readouterr().out.count("left out ") == count
+
+
 def test_pins_choose_one_config_and_micro_batch(
     recipes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +163,35 @@ def test_nothing_fits_is_exit_4_with_ways_out(
     assert "GB of memory in each machine" in text
 
 
+def test_rows_are_shared_where_complete_ones_are_too_few_or_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["quickstart", "training.global_batch_size=2", "training.micro_batch_size=1", "--gpus"]
+    code, found = planned([*few, "4xH100"], capsys)
+    assert code == 0
+    assert {(row["config"], row["rows_in_parts"]) for row in found["rows"]} == {
+        ("ddp_sequence", 2), ("sequence_parallel", 2), ("deepspeed_zero3_sequence", 2)
+    }  # fmt: skip
+    assert main(["plan", *few, "4xH100"]) == 0
+    assert "--num_processes 4 --parallelism_config_sp_size 2 " in capsys.readouterr().out
+    assert main(["plan", *few, "16xH100"]) == 2
+    assert "must be a multiple of the 16 GPUs, got 2" in capsys.readouterr().err, "8 do not divide 4 heads"
+
+    long = [
+        "quickstart",
+        "model.config.max_position_embeddings=2097152",
+        "data.sequence_length=2097152",
+        "--gpus",
+        "4xT4",
+    ]
+    code, found = planned(long, capsys)
+    rows = {row["config"]: row for row in found["rows"]}
+    assert code == 0
+    assert found["recommended"]["config"] == "ddp_sequence"
+    assert rows["ddp"]["fits"] == rows["fsdp2"]["fits"] == "no"
+    assert 1 < rows["ddp_sequence"]["rows_in_parts"] <= 4
+    whole, part = rows["ddp"]["memory_gib"]["tensors"], rows["ddp_sequence"]["memory_gib"]["tensors"]
+    assert part == pytest.approx(whole / rows["ddp_sequence"]["rows_in_parts"], rel=0.1), "nearly all is activations"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
@@ -164,6 +200,8 @@ def test_nothing_fits_is_exit_4_with_ways_out(
         (["--gpus", "7xH100"], "training.global_batch_size must be a multiple of the 7 GPUs, got 128", 2),
         (["--gpus", "8xH100", "--config", "fsdp3"], "nearest: fsdp2", 2),
         (["--gpus", "8xH100", "--config", "cpu"], "got cpu: for a machine without GPUs", 2),
+        (["--gpus", "2xH100", "--config", "single_gpu"], "got single_gpu, which uses 1 of 2", 2),
+        (["--gpus", "1xH100", "--config", "ddp_sequence"], "got ddp_sequence, whose processes share rows", 2),
         (["--gpus", "9xH100"], "must fill every machine equally, got 9 on 2 machines", 2),
         (["--gpus", "64xH100", "--network", "0"], "--network must be a positive number, got 0", 2),
         (["--gpus", "H100", "--machine-memory", "-1"], "--machine-memory must be a positive number, got -1", 2),

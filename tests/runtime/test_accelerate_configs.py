@@ -30,7 +30,14 @@ from acc_lm.runtime.settings.config_file import (
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 ANSWERS = sorted((ROOT / "tests/support/accelerate_config_answers").glob("*.yaml"))
 FULL = ROOT / "accelerate_configs" / "deepspeed_zero3_full.json"
-PROCESSES = {"single_gpu": 1, "cpu": 1, "hsdp": 4, "multi_node_hsdp": 4, "sequence_parallel": 4}
+PROCESSES = {
+    "single_gpu": 1,
+    "cpu": 1,
+    "hsdp": 4,
+    "multi_node_hsdp": 4,
+    "sequence_parallel": 4,
+    "fsdp2_tensor_parallel": 4,
+}
 SECTIONS = ["deepspeed_config", "dynamo_config", "fp8_config", "fsdp_config", "megatron_lm_config", "mpirun_config", "parallelism_config"]  # fmt: skip
 
 
@@ -83,7 +90,8 @@ def test_the_configs_of_this_version() -> None:
     assert [file.stem for file in CONFIGS] == sorted(
         ["single_gpu", "cpu", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp", "deepspeed_zero1", "deepspeed_zero2",
          "deepspeed_zero2_offload", "deepspeed_zero3", "deepspeed_zero3_offload", "deepspeed_zero3_nvme", "deepspeed_zero3_full",
-         "multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3", "sequence_parallel", "ddp_sequence", "deepspeed_zero3_sequence"]
+         "multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3", "sequence_parallel", "ddp_sequence", "deepspeed_zero3_sequence",
+         "tensor_parallel", "fsdp2_tensor_parallel"]
     )  # fmt: skip
 
 

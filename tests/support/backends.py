@@ -17,6 +17,8 @@ MODELS = {
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 2, "num_key_value_heads": 1},
+    "wide": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2},
     "mixtral": {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
 }  # fmt: skip
@@ -37,6 +39,7 @@ STRATEGY = {
     "deepspeed_zero3_offload": ("deepspeed_zero3", "DeepSpeedEngine"), "deepspeed_zero3_full": ("deepspeed_zero3", "DeepSpeedEngine"),
     "deepspeed_zero3_nvme": ("deepspeed_zero3", "DeepSpeedEngine"),
     "ddp_sequence": ("ddp", "DistributedDataParallel"), "sequence_parallel": ("fsdp2", "FSDP"), "deepspeed_zero3_sequence": ("deepspeed_zero3", "DeepSpeedEngine"),
+    "tensor_parallel": ("tensor_parallel", "LM"), "fsdp2_tensor_parallel": ("fsdp2", "FSDP"),
 }  # fmt: skip
 
 
@@ -79,6 +82,7 @@ class Curve:
     end: str
     """Digest of the weights after the last step."""
     rows_in_parts: int = 1
+    layers_in_parts: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,9 +115,9 @@ class RaggedRows(torch.utils.data.Dataset):
 
 def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
     from acc_lm.config import Config
-    from acc_lm.runtime import parts_of_rows
+    from acc_lm.runtime import parts_of_layers, parts_of_rows
 
-    micro = GLOBAL_BATCH * parts_of_rows() // (num_processes * scenario.accumulation)
+    micro = GLOBAL_BATCH * parts_of_rows() * parts_of_layers() // (num_processes * scenario.accumulation)
     values: dict[str, Any] = {
         "output_dir": "unused",
         "seed": seed,
@@ -220,7 +224,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     _forget(accelerator)
     return Curve(
         identity.strategy, identity.engine, identity.num_processes, identity.precision, metrics, progress.ledger, start, end,
-        identity.rows_in_parts, extra,
+        identity.rows_in_parts, identity.layers_in_parts, extra,
     )  # fmt: skip
 
 
@@ -339,6 +343,7 @@ def run_backend(
         strategy, engine = STRATEGY[Path(config).stem]
         assert (curve.strategy, curve.num_processes) == (strategy, num_processes), curve
         assert curve.rows_in_parts == (2 if "sequence" in Path(config).stem else 1), curve
+        assert curve.layers_in_parts == (2 if "tensor" in Path(config).stem else 1), curve
         assert engine in curve.engine, curve.engine
     for others in per_process[1:]:
         for curve, other in zip(curves, others, strict=True):

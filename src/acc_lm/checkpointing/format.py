@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-FORMAT = 2
+FORMAT, FORMAT_OF_BLOCKS = 2, 3
+"""Formats that are read; the second has blocks of columns, which older versions would take for something else."""
 LARGEST_JSON = 1 << 26  # bytes
 TENSORS = re.compile(r"tensors-(\d{5})-of-(\d{5})\.safetensors")
 NEEDED = (
@@ -212,7 +213,7 @@ def problem_with(folder: Path, read_all: bool = True) -> str | None:
         if link := next((file for file in sorted(folder.iterdir()) if file.is_symlink()), None):
             return f"{link.name!r} is a link to {os.readlink(link)!r}"
         manifest = _read_json(folder / MANIFEST)
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in (FORMAT, FORMAT_OF_BLOCKS):
             age = "newer" if manifest["format"] > FORMAT else "older"
             return f"it has format {manifest['format']!r}, {age} than the {FORMAT} that this version reads"
         files = manifest["files"]

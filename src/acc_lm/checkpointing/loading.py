@@ -7,7 +7,8 @@
         manifest.json                        size and checksum of each of them
 
 A checkpoint is complete or does not exist. A tensor is stored as flat pieces in full precision, each with its first
-element's position, so no process ever holds more than its own pieces. Nothing is pickled, so a checkpoint cannot execute
+element's position, so no process ever holds more than its own pieces. A piece of some columns only, which parts of layers
+have, is stored with these. Nothing is pickled, so a checkpoint cannot execute
 code.
 """
 
@@ -17,8 +18,9 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from acc_lm.runtime import (
     gather_objects,
     pieces_of,
     publish_weights,
+    rectangles,
     start_state,
     whole_shapes,
 )
@@ -71,7 +74,8 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
                             f"{checkpoint.folder} must be of a run with the same optimizer, got one without {key}; "
                             "put back its optimizer.name, or start from its final/ with model.name_or_path"
                         )
-                    piece.put(kind, _assemble(checkpoint.folder, key, parts.get(key, []), piece.start, piece.length))
+                    wanted = _Extent(piece.start, piece.length, piece.columns)
+                    piece.put(kind, _assemble(checkpoint.folder, key, parts.get(key, []), wanted, piece.shape))
         except CheckpointError as error:
             problem = error
         for other in gather_objects(accelerator, problem):
@@ -81,7 +85,7 @@ def load_checkpoint(accelerator: Accelerator, checkpoint: Checkpoint, model: nn.
             found = parts.get(f"{BUFFER}/{name}")
             if found is None:
                 raise CheckpointError(f"{checkpoint.folder} must fit the model, got no buffer {name}")
-            buffer.copy_(found[0][2][...])
+            buffer.copy_(found[0][1][...])
     publish_weights(model)
     if accelerator.scaler is not None and state["loss_scaler"]:
         accelerator.scaler.load_state_dict(state["loss_scaler"])
@@ -113,17 +117,25 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         for key in sorted(parts):
             kind, _, name = key.partition("/")
             if kind == BUFFER:
-                yield key, parts[key][0][2][...]
+                yield key, parts[key][0][1][...]
             else:
-                full = _assemble(folder, key, parts[key], 0, math.prod(shapes[name]))
-                yield key, full.view(tuple(shapes[name]))
+                shape = tuple(shapes[name])
+                yield key, _assemble(folder, key, parts[key], _Extent(0, math.prod(shape)), shape).view(shape)
 
 
-def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[int, int, Any]]], dict[str, Any]]:
-    """({key: [(first element, number of elements, slice to read)]}, {name: complete shape}) of all files."""
+class _Extent(NamedTuple):
+    """Elements of a tensor: `length` of them from `start`, counted in all of its columns or in (first, number) of them."""
+
+    start: int
+    length: int
+    columns: tuple[int, int] | None = None
+
+
+def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[_Extent, Any]]], dict[str, Any]]:
+    """({key: [(elements, slice to read)]}, {name: complete shape}) of all files."""
     from safetensors import SafetensorError, safe_open
 
-    parts: dict[str, list[tuple[int, int, Any]]] = {}
+    parts: dict[str, list[tuple[_Extent, Any]]] = {}
     shapes: dict[str, Any] = {}
     for path in sorted(folder.glob("tensors-*.safetensors")):
         try:
@@ -134,7 +146,11 @@ def _open_parts(stack: ExitStack, folder: Path) -> tuple[dict[str, list[tuple[in
                 part = file.get_slice(key)
                 kind, _, name = key.partition("/")
                 first = 0 if kind == BUFFER else int(pieces["starts"][name])
-                parts.setdefault(key, []).append((first, math.prod(part.get_shape()), part))
+                columns = pieces.get("columns", {}).get(name)
+                extent = _Extent(
+                    first, math.prod(part.get_shape()), None if columns is None else (int(columns[0]), int(columns[1]))
+                )
+                parts.setdefault(key, []).append((extent, part))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} must hold pieces of tensors, got: {' '.join(str(error).split())}; remove it, or set checkpoint.verify=full, which skips it"
@@ -152,9 +168,14 @@ def _check_shapes(folder: Path, saved: dict[str, Any], wanted: dict[str, tuple[i
             )
 
 
-def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: int, length: int) -> Tensor:
-    """Elements [start, start + length) of a tensor, assembled from the saved pieces, however it was cut."""
-    clipped = [(max(first, start), min(first + size, start + length), first, part) for first, size, part in parts]
+def _assemble(
+    folder: Path, key: str, parts: list[tuple[_Extent, Any]], wanted_elements: _Extent, shape: tuple[int, ...]
+) -> Tensor:
+    """Elements of a tensor, assembled from the saved pieces, however it was cut."""
+    start, length, columns = wanted_elements
+    if any(extent.columns != columns for extent, _ in parts):
+        return _assemble_blocks(folder, key, parts, wanted_elements, shape)
+    clipped = [(max(first, start), min(first + size, start + length), first, part) for (first, size, _), part in parts]
     wanted = sorted((piece for piece in clipped if piece[0] < piece[1]), key=lambda piece: piece[:2])
     end = start
     for low, high, _, _ in wanted:  # checked before memory is allocated for sizes that a file merely claims
@@ -174,6 +195,34 @@ def _assemble(folder: Path, key: str, parts: list[tuple[int, int, Any]], start: 
         if values is None:
             values = torch.empty(length, dtype=chunk.dtype)
         values[low - start : high - start] = chunk
+    assert values is not None
+    return values
+
+
+def _assemble_blocks(
+    folder: Path, key: str, parts: list[tuple[_Extent, Any]], wanted: _Extent, shape: tuple[int, ...]
+) -> Tensor:
+    """`_assemble` where saved pieces are of other columns than the wanted one: rectangle by rectangle."""
+    found = [
+        (saved.right - saved.left, in_part, mine.right - mine.left, in_mine, part)
+        for extent, part in parts
+        for saved in rectangles(extent.start, extent.length, *(extent.columns or (0, shape[-1])))
+        for mine in rectangles(wanted.start, wanted.length, *(wanted.columns or (0, shape[-1])))
+        if (in_part := mine.within(saved)) and (in_mine := saved.within(mine))
+    ]
+    covered = sum(in_mine.size for _, _, _, in_mine, _ in found)
+    if covered != wanted.length or any(one[3].within(other[3]) for one, other in combinations(found, 2)):
+        raise CheckpointError(
+            f"{folder} must hold each element of {key} once, got {covered} of {wanted.length} elements of a part, or some of them twice; "
+            "name another checkpoint"
+        )
+    values: Tensor | None = None
+    for stride, source, width, target, part in found:
+        size = target.bottom - target.top, target.right - target.left
+        chunk = part[source.at : source.at + (size[0] - 1) * stride + size[1]]
+        if values is None:
+            values = torch.empty(wanted.length, dtype=chunk.dtype)
+        values.as_strided(size, (width, 1), target.at).copy_(chunk.as_strided(size, (stride, 1)))
     assert values is not None
     return values
 

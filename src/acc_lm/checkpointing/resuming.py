@@ -32,7 +32,7 @@ from acc_lm.files import write_json
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, RECIPE
 from acc_lm.run_files.summary import read_json_file, read_summary
-from acc_lm.runtime import Identity, close, environment, on_main, parts_of_rows
+from acc_lm.runtime import Identity, close, environment, on_main, parts_of_layers, parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -102,12 +102,13 @@ def _notes_of_another_launch(checkpoint: Checkpoint, num_processes: int) -> list
             f"the checkpoint was written by {before} process{'es' * (before != 1)}, now {num_processes}: "
             "the same rows and rates, losses equal to rounding, not bit for bit"
         )
-    was_cut, is_cut = checkpoint.state.get("rows_in_parts", 1), parts_of_rows()
-    if was_cut != is_cut:
-        notes.append(
-            f"the checkpoint was written with each row on {was_cut} process{'es' * (was_cut != 1)}, now on {is_cut}: "
-            "losses equal to rounding, not bit for bit"
-        )
+    for what, is_cut in (("row", parts_of_rows()), ("layer", parts_of_layers())):
+        was_cut = checkpoint.state.get(f"{what}s_in_parts", 1)
+        if was_cut != is_cut:
+            notes.append(
+                f"the checkpoint was written with each {what} on {was_cut} process{'es' * (was_cut != 1)}, now on {is_cut}: "
+                "losses equal to rounding, not bit for bit"
+            )
     if checkpoint.state["threads"] != torch.get_num_threads():
         notes.append(
             f"the checkpoint was written with {checkpoint.state['threads']} threads per process, now {torch.get_num_threads()}: "

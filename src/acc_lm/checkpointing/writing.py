@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from acc_lm.checkpointing.crash_points import crash_point
-from acc_lm.checkpointing.format import FORMAT, checksum, free_name
+from acc_lm.checkpointing.format import FORMAT, FORMAT_OF_BLOCKS, checksum, free_name
 from acc_lm.checkpointing.loading import BUFFER, kept_pieces, kept_shapes, persistent_buffers
 from acc_lm.checkpointing.rotation import rotate
 from acc_lm.config import CheckpointConfig, Config
@@ -24,7 +24,7 @@ from acc_lm.files import flush, make_readable, storage_errors
 from acc_lm.modeling.adapter import base_checksum
 from acc_lm.progress import Progress
 from acc_lm.run_files.names import CHECKPOINTS, MANIFEST, STATE
-from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main, parts_of_rows
+from acc_lm.runtime import bare_model, count_updates, gather_objects, on_main, parts_of_layers, parts_of_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,7 +37,10 @@ class Snapshot:
     tensors: dict[str, Tensor]
     """`kind/name` -> elements that this process writes, on the host."""
     pieces: dict[str, Any]
-    """Position of the first written element of each tensor, and the complete shapes of all tensors, by name."""
+    """Position of the first written element of each tensor, and the complete shapes of all tensors, by name.
+
+    A position among the elements of some columns comes with these.
+    """
     state: dict[str, Any]
 
 
@@ -49,12 +52,13 @@ def state_of(
     config: Config,
 ) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": FORMAT if parts_of_layers() == 1 else FORMAT_OF_BLOCKS,
         "progress": asdict(progress),
         "num_updates": count_updates(optimizer),
         "recipe": config.model_dump(mode="json"),
         "num_processes": accelerator.num_processes,
         "rows_in_parts": parts_of_rows(),
+        "layers_in_parts": parts_of_layers(),
         "mixed_precision": accelerator.mixed_precision,
         "threads": torch.get_num_threads(),
         "loss_scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
@@ -80,6 +84,7 @@ def take_snapshot(
     """
     tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
+    columns: dict[str, tuple[int, int]] = {}
 
     def keep(key: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
@@ -96,6 +101,8 @@ def take_snapshot(
         first, last = piece.share()
         if last > first:
             starts[piece.name] = piece.start + first
+            if piece.columns is not None:
+                columns[piece.name] = piece.columns
             for kind in piece.kinds:
                 keep(f"{kind}/{piece.name}", piece.get(kind)[first:last])
     if accelerator.is_main_process:
@@ -103,7 +110,8 @@ def take_snapshot(
             keep(f"{BUFFER}/{name}", buffer)
     if accelerator.device.type == "cuda":
         torch.cuda.synchronize(accelerator.device)
-    return Snapshot(tensors, {"starts": starts, "shapes": kept_shapes(model)}, state)
+    pieces = {"starts": starts, "shapes": kept_shapes(model)} | ({"columns": columns} if columns else {})
+    return Snapshot(tensors, pieces, state)
 
 
 def write_checkpoint(
@@ -183,7 +191,7 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     make_readable(work / STATE)
     files[STATE] = _sealed(work / STATE)
     crash_point("before_manifest")
-    manifest = {"format": FORMAT, "step": state["progress"]["step"], "files": files}
+    manifest = {"format": state["format"], "step": state["progress"]["step"], "files": files}
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
     make_readable(work / MANIFEST)
     flush(work / MANIFEST)

@@ -182,6 +182,7 @@ def _measure_here(
 def _print_table(
     config: Config, probe: Probe, machine: Machine, found: RunPlan, shown: list[Candidate], price: float | None
 ) -> None:
+    from acc_lm.planning.advice import not_in_plan
     from acc_lm.planning.calibration import calibration_file
 
     counts, length = probe.parameters, config.data.sequence_length
@@ -200,6 +201,8 @@ def _print_table(
     )
     if found.shape is None:
         print("speed      not modelled for mixtures of experts, adapters and unusual blocks; measure it with --dry-run")
+    for line in not_in_plan(config):
+        print(f"left out   {line}")
     print()
     money = f"{'cost':>10}" if price is not None else ""
     print(
@@ -235,7 +238,12 @@ def _line(each: Candidate, found: RunPlan, machine: Machine, price: float | None
         )
         if price is not None:
             text += f"{hours.low * n * price:,.0f}-{hours.high * n * price:,.0f}"
-    notes = ["tight"] * (each.fits == "tight") + ["extrapolated"] * bool(each.time.extrapolated)
+    in_parts = each.placement.rows_in_parts
+    notes = (
+        [f"rows in {in_parts} parts"] * (in_parts > 1)
+        + ["tight"] * (each.fits == "tight")
+        + ["extrapolated"] * bool(each.time.extrapolated)
+    )
     return f"{text} {', '.join(notes)}".rstrip()
 
 

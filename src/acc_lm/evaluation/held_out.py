@@ -15,7 +15,7 @@ from acc_lm.data import Data
 from acc_lm.errors import ConfigError
 from acc_lm.rows.batch import HeldOutRows, to_device
 from acc_lm.rows.loader import build_loader, evaluation_batches
-from acc_lm.runtime import readers, release_gathered
+from acc_lm.runtime import readers, release_gathered, repeats_losses
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -175,6 +175,8 @@ def evaluate_rows(
                 between()
     if accelerator.process_index % (accelerator.num_processes // num_readers) == 0:  # its readers count the same rows
         sums[3] = sum(rows.count_bytes(batch.tolist()) for batch in batches)
+    if repeats_losses(accelerator):
+        sums.zero_()
     nll, num_targets, num_correct, num_bytes = accelerator.reduce(sums, reduction="sum").tolist()
     return EvaluationResult(
         loss=nll / num_targets,

@@ -68,7 +68,8 @@ def causal_attention(
         float [B, T, heads, D].
     """
     if row_parts is not None:
-        query, key, value = (row_parts.to_heads(part) for part in (query, key, value))
+        dtype = _dtype_of_product(query) if document_mask is None or isinstance(document_mask, Tensor) else query.dtype
+        query, key, value = (row_parts.to_heads(part.to(dtype)) for part in (query, key, value))
         output, _ = causal_attention(module, query, key, value, None, dropout, scaling, document_mask)
         return row_parts.to_positions(output), None
     if query.shape[1] % key.shape[1]:  # fused kernels check this only when they run, not on the meta device
@@ -104,6 +105,12 @@ def causal_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _dtype_of_product(query: Tensor) -> torch.dtype:
+    """Dtype in which torch's attention computes: autocast casts its inputs, which rotations leave in float32."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
 def _lacks_grouped_kernel(query: Tensor) -> bool:
     """Test whether no fused GPU kernel takes fewer key-value heads than query heads in this dtype: only 16-bit ones do.
 
@@ -111,8 +118,7 @@ def _lacks_grouped_kernel(query: Tensor) -> bool:
     """
     if not query.is_cuda:
         return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    return dtype == torch.float32
+    return _dtype_of_product(query) == torch.float32
 
 
 def kernel_order(capability: tuple[int, int]) -> tuple[SDPBackend, ...]:

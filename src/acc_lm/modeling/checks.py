@@ -26,7 +26,7 @@ from acc_lm.rows.batch import IGNORE_INDEX
 from acc_lm.text.tokenizer import count_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")
@@ -291,11 +291,15 @@ def check_parts_early(model: PreTrainedModel, sequence_length: int, size: int) -
             if (
                 kind in CHANGES_WITH_LENGTH
             ):  # by the largest position that a process sees, which differs between the parts
-                _refuse_parts(model, size, f"positions that are rotated by the length of a row (rope_type {kind})")
+                refuse_parts(
+                    model.config, size, f"positions that are rotated by the length of a row (rope_type {kind})"
+                )
     required, _ = run_probe(model, torch.zeros(1, 8, dtype=torch.int64, device="meta"), sequence_length)
     if set(required) != {"called"}:
-        _refuse_parts(
-            model, size, f"attention that needs {', '.join(sorted(set(required) - {'called'})) or 'its own code'}"
+        refuse_parts(
+            model.config,
+            size,
+            f"attention that needs {', '.join(sorted(set(required) - {'called'})) or 'its own code'}",
         )
 
 
@@ -314,9 +318,9 @@ def check_row_parts(model: PreTrainedModel, sequence_length: int, size: int, att
         ConfigError: the hidden states differ, or attention or loss need complete rows.
     """
     if attention != CAUSAL_WITHOUT_MASK:
-        _refuse_parts(model, size, attention)
+        refuse_parts(model.config, size, attention)
     if loss != FUSED:
-        _refuse_parts(model, size, f"a loss {loss}")
+        refuse_parts(model.config, size, f"a loss {loss}")
     total = min(sequence_length, 8 * size + 1)
     ids = (torch.arange(2 * total).reshape(2, total) * 7 + 1) % model.config.get_text_config().vocab_size
     was_training = model.training
@@ -339,12 +343,13 @@ def check_row_parts(model: PreTrainedModel, sequence_length: int, size: int, att
     finally:
         model.train(was_training)
     if not same:
-        _refuse_parts(model, size, "hidden states that change when rows are cut")
+        refuse_parts(model.config, size, "hidden states that change when rows are cut")
 
 
-def _refuse_parts(model: PreTrainedModel, size: int, got: str) -> NoReturn:
+def refuse_parts(config: PreTrainedConfig, size: int, got: str) -> NoReturn:
+    """Raise the error for a model whose rows cannot be cut."""
     raise ConfigError(
-        f"parallelism_config_sp_size (or cp_size) must be 1 for a model of type {model.config.model_type}, got {size} for {got}; remove it from the "
+        f"parallelism_config_sp_size (or cp_size) must be 1 for a model of type {config.model_type}, got {size} for {got}; remove it from the "
         "Accelerate config, and save memory with model.gradient_checkpointing=true"
     )
 

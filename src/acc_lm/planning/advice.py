@@ -18,6 +18,18 @@ MORE = (2, 4, 8, 16, 32, 64)
 """Multiples of the number of GPUs that are tried if nothing fits."""
 
 
+def not_in_plan(config: Config) -> list[str]:
+    """Properties of a recipe that its plan leaves out."""
+    lines = []
+    if config.optimizer.name == "muon":
+        lines.append(
+            "Muon holds one moment of a matrix, not AdamW's two, which are counted: up to 4 bytes of a weight less"
+        )
+    if config.data.packing and not config.data.attend_across_documents:
+        lines.append("masks of packed documents: small on a GPU, a byte per pair of positions on a CPU")
+    return lines
+
+
 def shares_of(time: StepTime) -> dict[str, float]:
     """Parts of a step that take more than half a percent of it."""
     seconds = {

@@ -93,13 +93,13 @@ def _fit(config: Config, placement: Placement, *, only_plain: bool = False) -> F
     import psutil
     import torch
 
-    if placement.rows_in_parts > 1:  # activations of a part of a row are not planned yet
+    if placement.layers_in_parts > 1:  # activations of a part are not planned yet
         return None
     here = placement.num_processes // placement.num_machines
     devices = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     wanted = config.model.gradient_checkpointing
     checkpointing = next(name for name, value in SWITCH.items() if value == wanted)
-    micro, accumulation = split_global_batch(config.training, placement.num_processes)
+    micro, accumulation = split_global_batch(config.training, placement.num_processes, placement.rows_in_parts)
     try:
         probe = Probe(config, vocabulary_of(config), on_gpu=bool(devices))
         if only_plain and probe.sizes is None:

@@ -86,6 +86,7 @@ def _moments(
 ) -> dict[str, Moment]:
     """The moments of a step at which memory can be the most."""
     counts = probe.parameters
+    probe = probe.in_parts(placement.rows_in_parts)
     body = probe.phases(micro_batch_size, checkpointing, compute=placement.compute)
     head = probe.head(micro_batch_size, compute=placement.compute)
     block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute)

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import ConfigError
 from acc_lm.planning.calibration import known_ratio
-from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
-from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Work, communication, step_time
-from acc_lm.runtime import KEPT, NOT_PLANNED, Placement, can_compile, configs_for, launch_words, placement_of
+from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Work, step_time
+from acc_lm.runtime import (
+    KEPT,
+    NOT_PLANNED,
+    WITH_ROWS_IN_PARTS,
+    Placement,
+    can_compile,
+    configs_for,
+    launch_words,
+    placement_of,
+)
 
 if TYPE_CHECKING:
     from acc_lm.config import Config
@@ -95,6 +103,7 @@ class Candidate:
         n, memory, hours = self.placement.num_processes, self.memory, self.hours_for(num_tokens)
         return {
             "config": self.placement.config,
+            "rows_in_parts": self.placement.rows_in_parts,
             "micro_batch_size": self.micro_batch_size,
             "accumulation": self.accumulation,
             "gradient_checkpointing": self.checkpointing,
@@ -161,13 +170,69 @@ def make_plan(
         raise ConfigError(
             f"--config must be one that a plan is made for, got {only}: {NOT_PLANNED[only]}; leave it out"
         )
-    rows, rest = divmod(config.training.global_batch_size, machine.num_gpus)
-    if rest or not rows:
+    shape = shape_of(probe)
+    found: list[Candidate] = []
+    refused: ConfigError | None = None
+    for order, (name, parts) in enumerate(_launches(config, machine, only)):
+        running = [each.placement for each in found if each.runs]
+        if parts > 1 and any(each.rows_in_parts == 1 or each.config == name for each in running):
+            continue  # fewer parts fit too, and send less
+        try:
+            probe.in_parts(parts)
+        except ConfigError as error:  # heads that do not divide over so many
+            refused = error
+            continue
+        found += _of_launch(config, probe, machine, shape, (order, name, parts), micro_batch_size)
+    if not found and refused is not None:
+        raise refused if config.training.global_batch_size % machine.num_gpus == 0 else _uneven(config, machine)
+    steps, wanted = config.training.max_steps, config.training.micro_batch_size
+    tokens = steps and steps * config.training.global_batch_size * config.data.sequence_length
+    return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, tokens, wanted)
+
+
+def _launches(config: Config, machine: Machine, only: str | None) -> list[tuple[str, int]]:
+    """Configs to compare, and the parts of a row with each: complete rows first, rows in parts in case none of these fits.
+
+    Raises:
+        ConfigError: the global batch cannot be divided among the GPUs.
+    """
+    rows, count = config.training.global_batch_size, machine.num_gpus
+    here = count // machine.num_machines  # neighbours in one machine share rows
+    sizes = [n for n in range(2, here + 1) if here % n == 0 and rows * n % count == 0]
+    complete = [only] if only else [*configs_for(count, machine.num_machines)]
+    in_parts = [] if only else [*WITH_ROWS_IN_PARTS]
+    if only in WITH_ROWS_IN_PARTS:
+        complete, in_parts = in_parts, complete
+    if rows % count and not (sizes and in_parts):
+        raise _uneven(config, machine)
+    if not complete and not sizes:
         raise ConfigError(
-            f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
-            f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
+            f"--config must be one that runs on {count} GPU, got {only}, whose processes share rows; leave it out"
         )
-    most = MAX_POSITIONS // config.data.sequence_length
+    found = [(name, 1) for name in complete if rows % count == 0]
+    return found + [(name, size) for name in in_parts for size in sizes]
+
+
+def _uneven(config: Config, machine: Machine) -> ConfigError:
+    return ConfigError(
+        f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
+        f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
+    )
+
+
+def _of_launch(
+    config: Config,
+    probe: Probe,
+    machine: Machine,
+    shape: Shape | None,
+    launch: tuple[int, str, int],
+    micro_batch_size: int | None,
+) -> list[Candidate]:
+    """All candidates of one config with one division of the rows."""
+    order, name, parts = launch
+    length = config.data.sequence_length
+    rows = config.training.global_batch_size * parts // machine.num_gpus
+    most = MAX_POSITIONS * parts // length
     sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b <= most)]
     if micro_batch_size is not None:
         sizes = [min(micro_batch_size, rows)]
@@ -175,47 +240,32 @@ def make_plan(
             raise ConfigError(
                 f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; choose a divisor"
             )
-    names = (only,) if only else configs_for(machine.num_gpus, machine.num_machines)
-    shape, length = shape_of(probe), config.data.sequence_length
+    file = find_accelerate_config(name)
+    placement = placement_of(file, machine.num_gpus, machine.num_machines, config, parts if parts > 1 else None)
+    if placement.num_processes != machine.num_gpus:
+        raise ConfigError(
+            f"--config must use all GPUs, got {name}, which uses {placement.num_processes} of {machine.num_gpus}; plan for "
+            f"--gpus {placement.num_processes}x..., or leave it out"
+        )
+    ratio = None
+    if shape is not None and parts == 1:
+        ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement))
     found = []
-    for order, name in enumerate(names):
-        placement = placement_of(find_accelerate_config(name), machine.num_gpus, machine.num_machines, config)
-        ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement)) if shape else None
-        for checkpointing in SWITCH:
-            for size in sizes:
-                for compiled in (False, True) if can_compile(placement) else (False,):
-                    found.append(
-                        _candidate(
-                            config, probe, machine, shape, placement, order, size, rows, checkpointing, compiled, ratio
-                        )
-                    )
-    steps, wanted = config.training.max_steps, config.training.micro_batch_size
-    tokens = steps and steps * config.training.global_batch_size * length
-    return RunPlan(found, _simplest_of_fastest(found, wanted, machine.memory), shape, tokens, wanted)
-
-
-def _candidate(
-    config: Config,
-    probe: Probe,
-    machine: Machine,
-    shape: Shape | None,
-    placement: Placement,
-    order: int,
-    size: int,
-    rows: int,
-    checkpointing: Checkpointing,
-    compiled: bool,
-    ratio: float | None,
-) -> Candidate:
-    memory = memory_of(probe, placement, size, rows // size, checkpointing)
-    fits = memory.verdict(machine.memory)
-    if fits != "no" and memory.host > machine.host_memory:
-        fits = "host"
-    time = None
-    if shape is not None:
-        work = work_of(config, placement, size, rows // size, checkpointing, compiled=compiled)
-        time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network, ratio)
-    return Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
+    for checkpointing in SWITCH:
+        for size in sizes:
+            memory = memory_of(probe, placement, size, rows // size, checkpointing)
+            fits = memory.verdict(machine.memory)
+            if fits != "no" and memory.host > machine.host_memory:
+                fits = "host"
+            for compiled in (False, True) if can_compile(placement) else (False,):
+                time = None
+                if shape is not None:
+                    work = work_of(config, placement, size, rows // size, checkpointing, compiled=compiled)
+                    time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network, ratio)
+                found.append(
+                    Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
+                )
+    return found
 
 
 def compute_dtype(config: Config, placement: Placement) -> str:
@@ -223,9 +273,15 @@ def compute_dtype(config: Config, placement: Placement) -> str:
     return COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
 
 
-def bytes_sent(shape: Shape, placement: Placement, accumulation: int) -> float:
-    """Bytes that each process sends in a step, in rings; they do not depend on the hardware."""
-    return communication(shape, GPUS["H100"], layout_of(placement), accumulation, 1.0, FITTED).bytes_sent
+def bytes_sent(config: Config, shape: Shape, placement: Placement, size: int, accumulation: int) -> float:
+    """Bytes that each process sends in a step, in rings; they do not depend on the hardware.
+
+    Args:
+        size: rows of a micro-batch.
+    """
+    checkpointing = next(name for name, value in SWITCH.items() if value == config.model.gradient_checkpointing)
+    work = work_of(config, placement, size, accumulation, checkpointing, compiled=False)
+    return step_time(shape, GPUS["H100"], layout_of(placement), work).bytes_sent
 
 
 def work_of(
@@ -233,7 +289,8 @@ def work_of(
 ) -> Work:
     """Step of one process as the speed model takes it."""
     again = RECOMPUTED["yes" if checkpointing == "full" else checkpointing]
-    return Work(config.data.sequence_length, size, accumulation, again, compiled, compute_dtype(config, placement))
+    compute, parts = compute_dtype(config, placement), placement.rows_in_parts
+    return Work(config.data.sequence_length, size, accumulation, again, compiled, compute, parts)
 
 
 def layout_of(placement: Placement) -> Layout:

@@ -7,6 +7,7 @@ linearly with both, so two numbers of blocks and two of rows give every depth an
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +18,16 @@ from torch import Tensor
 
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
+from acc_lm.modeling.checks import check_parts_early, refuse_parts
 from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
-from acc_lm.modeling.losses import as_on_gpu, summed_loss
+from acc_lm.modeling.loss_head import ON_LOGITS
+from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
+from acc_lm.modeling.row_parts import RowParts
 from acc_lm.runtime import Compute, LiveBytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from acc_lm.config import Config
 
 Checkpointing = Literal["no", "selective", "full"]
@@ -88,12 +94,16 @@ class Probe:
     """
 
     def __init__(self, config: Config, vocab_size: int, *, on_gpu: bool = True) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         if config.adapter.quantize_base != "none":
             raise ConfigError(
                 f"adapter.quantize_base must be none for a plan, got {config.adapter.quantize_base}: 4-bit weights exist only on their "
                 "device; measure it with --dry-run"
             )
         self._config, self._on_gpu = config, on_gpu
+        self._mode = FakeTensorMode()  # one for all models, which are built once
+        self._models: dict[tuple[Compute, Checkpointing, int], PreTrainedModel] = {}
         self._model_config = fake_config(config.model, vocab_size)
         self.num_blocks: int = self._model_config.get_text_config().num_hidden_layers
         period = period_of(self._model_config)
@@ -101,7 +111,30 @@ class Probe:
         self._depths: tuple[int, ...] = depths or (self.num_blocks,)
         self._phases: dict[tuple[Compute, Checkpointing, int, int], Phases] = {}
         self._heads: dict[tuple[Compute, int], Head] = {}
+        self._parts: dict[int, Probe] = {}
+        self._row_parts: RowParts | None = None
+        self._length = config.data.sequence_length
+        """Positions of a row that a process computes."""
         self.parameters, self._sizes, self.is_fused = self._count()
+
+    def in_parts(self, size: int) -> Probe:
+        """Measurements of the same model whose rows are shared by `size` processes; itself for 1.
+
+        Raises:
+            ConfigError: rows of this model cannot be shared by so many.
+        """
+        if size == 1:
+            return self
+        if size not in self._parts:
+            with self._fake():
+                check_parts_early(self._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
+            if not self.is_fused:
+                refuse_parts(self._model_config, size, f"a loss {ON_LOGITS}")
+            part = self._parts[size] = copy.copy(self)
+            part._row_parts = RowParts.without_others(size)
+            part._length = -(-self._length // size)
+            part._phases, part._heads = {}, {}
+        return self._parts[size]
 
     @property
     def sizes(self) -> dict[str, Any] | None:
@@ -159,10 +192,8 @@ class Probe:
 
     @contextlib.contextmanager
     def _fake(self) -> Iterator[None]:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it again
-        with FakeTensorMode(), as_on_gpu() if self._on_gpu else contextlib.nullcontext():
+        with self._mode, as_on_gpu() if self._on_gpu else contextlib.nullcontext():
             yield
 
     def _build(self, depth: int, dtype: torch.dtype, checkpointing: Checkpointing) -> FakeModel:
@@ -227,12 +258,18 @@ class Probe:
                 ) from None
         return self._phases[key]
 
+    def _model(self, compute: Compute, checkpointing: Checkpointing, depth: int) -> PreTrainedModel:
+        key = compute, checkpointing, depth
+        if key not in self._models:
+            model = self._models[key] = self._build(depth, self._dtype(compute), checkpointing).model
+            if compute == "cast":
+                for parameter in model.parameters():  # adapters are built in fp32
+                    parameter.data = parameter.data.to(self._dtype(compute))
+        return self._models[key]
+
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
-        model = self._build(depth, self._dtype(compute), checkpointing).model
-        if compute == "cast":
-            for parameter in model.parameters():  # adapters are built in fp32
-                parameter.data = parameter.data.to(self._dtype(compute))
-        ids = torch.zeros(num_rows, self._config.data.sequence_length, dtype=torch.int64)
+        model = self._model(compute, checkpointing, depth)
+        ids = torch.zeros(num_rows, self._length, dtype=torch.int64)
         live = LiveBytes()
         for tensor in (*model.parameters(), *model.buffers()):
             live.add(tensor)
@@ -243,10 +280,11 @@ class Probe:
                 body, forward = live.now - weights, live.most - weights
             kept = live.now - weights  # autocast has freed the copies that no graph holds
             live.forget()
-            _keep_gradients(model, self.parameters.block)
-            output.backward(output.detach())
+            with _keep_gradients(model, self.parameters.block):
+                output.backward(output.detach())
             backward = live.most - weights
             del output
+        model.zero_grad()
         return Phases(forward, body, kept, backward)
 
     def _forward(self, model: Any, ids: Tensor) -> Tensor:
@@ -260,10 +298,14 @@ class Probe:
             return loss
         table = model.get_input_embeddings()
         embedded = table(ids).detach().requires_grad_()
+        given: dict[str, Any] = {}
+        if self._row_parts is not None:
+            positions = torch.arange(ids.shape[1]).expand_as(ids)
+            given = {"position_ids": positions, "row_parts": self._row_parts}
         try:
-            hidden: Tensor = model.base_model(inputs_embeds=embedded, use_cache=False)[0]
+            hidden: Tensor = model.base_model(inputs_embeds=embedded, use_cache=False, **given)[0]
         except (TypeError, ValueError):
-            hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+            hidden = model.base_model(input_ids=ids, use_cache=False, **given)[0]
         return hidden
 
     def head(self, micro_batch_size: int, *, compute: Compute) -> Head:
@@ -273,27 +315,39 @@ class Probe:
             return Head(0.0, 0.0, 0.0)
         if key not in self._heads:
             vocab_size, width = self._sizes
-            positions = micro_batch_size * self._config.data.sequence_length
+            positions = micro_batch_size * self._length
             is_trained = self._config.adapter.kind == "none"
             with self._fake():
                 dtype = self._dtype(compute)
                 reads = torch.bfloat16 if compute == "autocast" else dtype
-                hidden = torch.zeros(positions, width, dtype=reads, requires_grad=True)
+                few = self._two_chunks(positions)
+                more = (positions - few) * width * reads.itemsize  # gradients of the hidden states, which are kept
+                hidden = torch.zeros(few, width, dtype=reads, requires_grad=True)
                 weight = torch.zeros(vocab_size, width, dtype=dtype, requires_grad=is_trained)
-                ids = torch.zeros(positions, dtype=torch.int64)
+                ids = torch.zeros(few, dtype=torch.int64)
                 live = LiveBytes()
                 for tensor in (hidden, weight, ids):
                     live.add(tensor)
                 before = live.now
                 with live.counting(), torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
                     loss = summed_loss(hidden, weight, None, ids)
-                self._heads[key] = Head(live.most - before, live.now - before, 4.0 * weight.numel() * is_trained)
+                forward, kept = live.most - before + more, live.now - before + more
+                self._heads[key] = Head(forward, kept, 4.0 * weight.numel() * is_trained)
                 del loss
         return self._heads[key]
 
+    def _two_chunks(self, num_positions: int) -> int:
+        """Positions of the loss's first two chunks, which need as much as all of them, or all if these are other chunks."""
+        device = torch.device("cpu")
+        vocab_size = padded_vocabulary(self._sizes[0], device)
+        size = chunk_positions(num_positions, vocab_size, device)
+        few = min(num_positions, 2 * size)
+        return few if chunk_positions(few, vocab_size, device) == size else num_positions
 
-def _keep_gradients(model: Any, num_elements: int) -> None:
-    """Let the next backward pass drop all gradients but the first, of about this many elements."""
+
+@contextlib.contextmanager
+def _keep_gradients(model: Any, num_elements: int) -> Iterator[None]:
+    """Let a backward pass in this context drop all gradients but the first, of about this many elements."""
     seen = 0
 
     def drop(parameter: Tensor) -> None:
@@ -302,9 +356,13 @@ def _keep_gradients(model: Any, num_elements: int) -> None:
             parameter.grad = None
         seen += parameter.numel()
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def vocabulary_of(config: Config) -> int:
@@ -313,7 +371,10 @@ def vocabulary_of(config: Config) -> int:
 
     if config.model.config is None or "vocab_size" in config.model.config:
         return 0
-    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, config.model)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; for a plan alone, model.config.vocab_size=N does without it") from None
     if tokenizer is not None:
         return count_ids(tokenizer)
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 257

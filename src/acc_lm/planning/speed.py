@@ -159,11 +159,13 @@ class Work:
     compiled: bool = False
     compute: str = "bfloat16"
     """Dtype of the products: bfloat16, float16, tf32, float32 or fp8."""
+    parts: int = 1
+    """GPUs that share each row."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.length * self.rows
+        """Tokens of a micro-batch on one GPU."""
+        return -(-self.length // self.parts) * self.rows
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ def step_time(
     machines = max(1.0, layout.processes / gpu.per_machine)
     jitter = 1 + c["jitter"] * math.log2(machines)
     sent = communication(shape, gpu, layout, micro_batches, network, c)
+    exchanged = exchanges(shape, gpu, work, c)
     hideable = layout.overlap * compute * (1.0 if layout.weight_shards > 1 else 2 / 3)  # else in the backward pass only
     exposed = 0.0
     for times, seconds, pieces in sent.during:
@@ -274,16 +277,16 @@ def step_time(
         products=factor * micro_batches * jitter * products,
         attention=factor * micro_batches * jitter * attention,
         traffic=factor * micro_batches * jitter * traffic,
-        communication=factor * (exposed + sent.after_update),
+        communication=factor * (exposed + sent.after_update + exchanged.seconds),
         update=factor * update_of / (gpu.memory_bandwidth * UPDATE_EFFICIENCY),
         offload=factor * offload_seconds(shape, gpu, layout, micro_batches),
-        bytes_sent=sent.bytes_sent,
+        bytes_sent=sent.bytes_sent + exchanged.bytes_sent,
         network_bytes=sent.network_bytes,
         tokens=micro_batches * work.tokens,
         flops=micro_batches * work.tokens * shape.flops_per_token(work.length),
         peak=gpu.peak(work.compute),
         calibrated=calibration is not None,
-        extrapolated=_beyond_published(gpu, layout, ratio, compute, work.compute),
+        extrapolated=_beyond_published(gpu, layout, ratio, compute, work),
     )
 
 
@@ -296,7 +299,7 @@ PLAIN_BLOCK = 0.15
 single kernels in torch. Counted: 108 bytes per hidden element instead of 76 compiled, a gated block about 4 times as many."""
 
 
-def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, seconds: float, compute: str) -> str:
+def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, seconds: float, work: Work) -> str:
     if seconds < SHORTEST:
         return f"{1000 * seconds:.1g} ms of computation in a micro-batch, without the time to start its kernels"
     if layout.processes > EXTRAPOLATED_PROCESSES:
@@ -305,7 +308,9 @@ def _beyond_published(gpu: Gpu, layout: Layout, ratio: float, seconds: float, co
         return f"communication takes {ratio:.1f} of the time of computation, published runs up to {EXTRAPOLATED_RATIO}"
     if not gpu.has_published_rows:
         return f"no published run on a {gpu.name} was fitted: data sheet and the constants of other GPUs"
-    return "" if compute in ("bfloat16", "fp8") else f"no published run in {compute} was fitted"
+    if work.parts > 1:
+        return "no published run with rows in parts was fitted"
+    return "" if work.compute in ("bfloat16", "fp8") else f"no published run in {work.compute} was fitted"
 
 
 def compute_seconds(
@@ -386,6 +391,26 @@ def communication(
     if each and micro_batches > sums:
         messages.append((float(micro_batches - sums), each, pieces))
     return Communication(tuple(messages), after, sent, wire)
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """All-to-alls of a step in which rows are shared; nothing hides them."""
+
+    seconds: float
+    bytes_sent: float
+
+
+def exchanges(shape: Shape, gpu: Gpu, work: Work, c: dict[str, float]) -> Exchanges:
+    """Exchanges of queries, keys, values and outputs of attention, within a machine (docs/guides/strategies.md)."""
+    if work.parts == 1:
+        return Exchanges(0.0, 0.0)
+    keys = max(shape.kv_heads, work.parts) * shape.head_size  # fewer heads than parts are repeated
+    width = 4 if work.compute in ("float32", "tf32") else 2
+    passes = 3 if work.recomputed.elementwise else 2  # forward, once more where results are recomputed, backward
+    times = work.accumulation * passes * shape.layers
+    sent = times * work.tokens * 2 * (shape.queries + keys) * width * _share(work.parts)
+    return Exchanges(sent / gpu.ring_bandwidth + 4 * times * c["hop"] * (work.parts - 1), sent)
 
 
 def _share(count: int) -> float:

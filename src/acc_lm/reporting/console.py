@@ -39,8 +39,8 @@ def start_block(
     tokens = training.global_batch_size * config.data.sequence_length
     facts = data.facts
     processes = "1 process" if identity.num_processes == 1 else f"{identity.num_processes} processes"
-    parts = identity.rows_in_parts
-    shared = f" / {parts} parts of a row" if parts > 1 else ""
+    shared = f" / {identity.rows_in_parts} parts of a row" if identity.rows_in_parts > 1 else ""
+    shared += f" / {identity.layers_in_parts} parts of the layers" if identity.layers_in_parts > 1 else ""
     lines = [
         (
             "strategy",

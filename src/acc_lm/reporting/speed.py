@@ -43,7 +43,7 @@ class Speed:
     ) -> None:
         self._accelerator = accelerator
         self._pace, self._memory, self._flops = Pace(accelerator, model), memory, flops
-        self._num_processes, self._parts_of_rows = identity.num_processes, identity.rows_in_parts
+        self._num_processes, self._parts = identity.num_processes, identity.rows_in_parts * identity.layers_in_parts
         self._peak = peak_of(identity.device, identity.compute, config.tracking.peak_tflops)
         self._profile = Profile(accelerator, config.profile, Path(config.output_dir), progress.step, num_steps, memory)
         self._step = progress.step
@@ -77,7 +77,7 @@ class Speed:
         for batch in self._pace.reading(loader, self._profile.span):
             ids = batch["input_ids"]
             for i, causal in enumerate((False, True)):
-                self._computed[i] += ids.numel() / self._parts_of_rows * self._flops.of_token(ids.shape[-1], causal)
+                self._computed[i] += ids.numel() / self._parts * self._flops.of_token(ids.shape[-1], causal)
             yield batch
 
     def begin_step(self) -> None:

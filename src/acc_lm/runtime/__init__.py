@@ -21,6 +21,7 @@ from acc_lm.runtime.engines.prepare import (
     warm_up,
     whole_shapes,
 )
+from acc_lm.runtime.engines.rectangles import Rectangle, rectangles
 from acc_lm.runtime.engines.shards import (
     WEIGHT,
     Piece,
@@ -32,7 +33,7 @@ from acc_lm.runtime.engines.shards import (
     start_state,
 )
 from acc_lm.runtime.launch.accelerator import build_accelerator, quiet_libraries
-from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal
+from acc_lm.runtime.launch.doctor import check_config, check_run, machine, refusal, shares_layers
 from acc_lm.runtime.launch.layout import (
     CONFIGS_BY_SIZE,
     KEPT,
@@ -40,6 +41,7 @@ from acc_lm.runtime.launch.layout import (
     MAX_LIVE,
     NOT_PLANNED,
     PREFETCHED,
+    WITH_ROWS_IN_PARTS,
     Compute,
     Placement,
     can_compile,
@@ -72,7 +74,7 @@ from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import shareable_config, without_launch
-from acc_lm.runtime.settings.grid import parts_of_rows, readers
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, repeats_losses
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
@@ -87,6 +89,7 @@ __all__ = [
     "NOT_PLANNED",
     "PREFETCHED",
     "WEIGHT",
+    "WITH_ROWS_IN_PARTS",
     "Compute",
     "Gpus",
     "Gradients",
@@ -98,6 +101,7 @@ __all__ = [
     "Piece",
     "Placement",
     "Ranks",
+    "Rectangle",
     "RehearsedBytes",
     "Traffic",
     "bare_model",
@@ -133,6 +137,7 @@ __all__ = [
     "measure_step",
     "memory_held",
     "on_main",
+    "parts_of_layers",
     "parts_of_rows",
     "peak_memory_gb",
     "pieces_of",
@@ -142,10 +147,13 @@ __all__ = [
     "quiet_libraries",
     "readers",
     "received_over_tcp",
+    "rectangles",
     "refusal",
     "release_gathered",
+    "repeats_losses",
     "seconds_of_slowest",
     "shareable_config",
+    "shares_layers",
     "split_global_batch",
     "start_state",
     "stop_watching",

@@ -57,17 +57,17 @@ def rehearsed(config: Config, config_file: Path, num_processes: int | None) -> t
     """The recipe as it stands, on CPU processes under an Accelerate config; its speed is not modelled.
 
     Raises:
-        ConfigError: the processes share rows.
+        ConfigError: the processes share layers.
     """
     probe = Probe(config, vocabulary_of(config), on_gpu=False)
     num_machines = Case(config_file, 1).num_machines
     placement = placement_of(config_file, num_processes, num_machines if num_machines > 1 else None, config)
-    if placement.rows_in_parts > 1:
+    if placement.layers_in_parts > 1:
         raise ConfigError(
-            f"--config must be one whose processes hold whole rows, got {config_file.stem}: rows in parts are not planned; run "
+            f"--config must be one whose processes hold whole layers, got {config_file.stem}: parts of layers are not planned; run "
             "train.py --dry-run under it, which measures too"
         )
-    micro, accumulation = split_global_batch(config.training, placement.num_processes)
+    micro, accumulation = split_global_batch(config.training, placement.num_processes, placement.rows_in_parts)
     checkpointing = next(name for name, value in SWITCH.items() if value == config.model.gradient_checkpointing)
     memory = memory_of(probe, placement, micro, accumulation, checkpointing)
     return probe, Candidate(placement, 0, micro, accumulation, checkpointing, False, memory, "yes", None)
@@ -89,9 +89,10 @@ def compare_with_dry_run(
     found = _launch(recipe, file, candidate)
     shape, placement = shape_of(probe), candidate.placement
     length = config.data.sequence_length
-    sent = bytes_sent(shape, placement, candidate.accumulation) if shape else None
+    own = _as_run(config, candidate)
+    sent = bytes_sent(own, shape, placement, candidate.micro_batch_size, candidate.accumulation) if shape else None
     seconds = candidate.time.total if candidate.time else None
-    if gpu is not None and shape is not None and seconds:
+    if gpu is not None and shape is not None and seconds and placement.rows_in_parts == 1:
         compute = compute_dtype(config, placement)
         ratio = found["seconds"] / seconds * (known_ratio(gpu, shape, length, compute) or 1.0)
         facts = {name: found["identity"][name] for name in ("strategy", "num_processes", "device")}
@@ -106,6 +107,12 @@ def compare_with_dry_run(
         Compared("computed for a token", "MFLOP", _millions(flops), _millions(found["flops_per_token"])),
         Compared("a step", "s", seconds, found["seconds"], is_exact=False),
     ]
+
+
+def _as_run(config: Config, candidate: Candidate) -> Config:
+    """The recipe with the candidate's checkpointing."""
+    model = config.model.model_copy(update={"gradient_checkpointing": SWITCH[candidate.checkpointing]})
+    return config.model_copy(update={"model": model})
 
 
 def _millions(value: float | None) -> float | None:

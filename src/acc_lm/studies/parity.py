@@ -17,7 +17,7 @@ from acc_lm.config.project import find_accelerate_config, training_script
 from acc_lm.errors import ConfigError
 from acc_lm.run_files.differences import COMPARED, largest_differences, read_metrics, tolerance_of
 from acc_lm.run_files.names import ENVIRONMENT, SUMMARY
-from acc_lm.runtime import refusal
+from acc_lm.runtime import refusal, shares_layers
 from acc_lm.studies.launching import launch, num_accelerators
 from acc_lm.studies.tables import machine_line, replace_block
 
@@ -38,6 +38,8 @@ CPU_CASES = (
     "ddp_sequence:2",
     "sequence_parallel:4",
     "deepspeed_zero3_sequence:2",
+    "tensor_parallel:2",
+    "fsdp2_tensor_parallel:4",
 )
 CASE_SECONDS = 900
 
@@ -142,7 +144,8 @@ def _cases(names: Sequence[str], config: Config) -> tuple[list[Case], list[str]]
                 f"{case.name}, because {case.num_processes} processes do not divide training.global_batch_size {config.training.global_batch_size}"
             )
             continue
-        if config.optimizer.name != "adamw" and (why := refusal(file, case.num_processes, config)):
+        may_be_left_out = config.optimizer.name != "adamw" or shares_layers(file)
+        if may_be_left_out and (why := refusal(file, case.num_processes, config)):
             left_out.append(f"{case.name}, because {why}")
             continue
         chosen.append(case)

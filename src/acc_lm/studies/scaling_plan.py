@@ -86,7 +86,7 @@ def _on_gpus(
     for row in rows:
         own = _with_batch(config, row.global_batch_size)
         placement = _placement(own, file, row.num_processes)
-        size, accumulation = split_global_batch(own.training, row.num_processes)
+        size, accumulation = split_global_batch(own.training, row.num_processes, placement.rows_in_parts)
         work = work_of(own, placement, size, accumulation, checkpointing, compiled=False)
         # The measured first step scales all predictions alike, so it narrows the range and changes no speed-up.
         time = step_time(shape, gpu, layout_of(placement), work, calibration=1.0)
@@ -141,8 +141,9 @@ def _bytes_sent(config: Config, file: Path, shape: Shape, num_processes: int) ->
     from acc_lm.planning.plan import bytes_sent
     from acc_lm.runtime import split_global_batch
 
-    _, accumulation = split_global_batch(config.training, num_processes)
-    return bytes_sent(shape, _placement(config, file, num_processes), accumulation)
+    placement = _placement(config, file, num_processes)
+    size, accumulation = split_global_batch(config.training, num_processes, placement.rows_in_parts)
+    return bytes_sent(config, shape, placement, size, accumulation)
 
 
 def _placement(config: Config, file: Path, num_processes: int) -> Placement:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from acc_lm.modeling.router import Router, RouterLoss
 from acc_lm.rows.batch import Batch, to_device
-from acc_lm.runtime import parts_of_rows
+from acc_lm.runtime import parts_of_layers, parts_of_rows, repeats_losses
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,7 +28,7 @@ class StepResult:
     """
 
     nll: Tensor
-    """Summed loss of this process's targets, scalar, nats."""
+    """Summed loss of this process's targets, scalar, nats; 0 if another process has counted them."""
     grad_norm: Tensor
     """Global gradient norm before clipping, scalar."""
     num_targets: int
@@ -52,7 +52,7 @@ def train_step(
 ) -> StepResult:
     """Accumulate over this process's micro-batches, clip and update.
 
-    Engines average gradients over processes, and `backward` divides by the number of micro-batches. Both are undone and
+    Engines average gradients over processes that read different rows, and `backward` divides by the number of micro-batches. Both are undone and
     the sum of losses is divided by the targets of the global batch, so the result does not depend on the split into
     micro-batches and processes.
 
@@ -65,13 +65,13 @@ def train_step(
         router: router of a mixture of experts, whose load-balancing loss is added. An exact router must know the experts of
             all tokens of the global batch before the first backward, so several micro-batches need an extra forward pass.
     """
-    num_parts = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    num_parts = accelerator.num_processes // parts_of_layers() * accelerator.gradient_accumulation_steps
     scale = num_parts / max(num_targets, 1)
     nll = torch.zeros((), device=accelerator.device)
     grad_norm = nll
 
     def seed_masks(micro_batch: int) -> None:
-        state = _random_state(seed, step, micro_batch, accelerator.process_index)
+        state = _random_state(seed, step, micro_batch, accelerator.process_index // parts_of_layers())
         set_random_state(state, accelerator.device)
 
     router_loss = None
@@ -96,7 +96,9 @@ def train_step(
                 grad_norm = gradients.clip(max_grad_norm, optimizer)
                 optimizer.step()
                 gradients.drop()
-    return StepResult(nll, grad_norm, num_targets, router_loss)
+    return StepResult(
+        torch.zeros_like(nll) if repeats_losses(accelerator) else nll, grad_norm, num_targets, router_loss
+    )
 
 
 def _count_choices(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from acc_lm.runtime.engines.tensor_parallel import layer_parts
 from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Gradients:
         """One tensor for each step since the last reading, bool [P]: which parameters had a non-finite gradient."""
         self._gradient_device = self._named[0][1].device  # the CPU if parameters are offloaded
         self._by_engine = is_deepspeed(model)
+        self._parts = layer_parts(model)
         if self._by_engine:  # the engine clips, and its gradients are reduced and freed when backward returns
             self._engine: Any = model
             self._sums = torch.zeros(len(self._named), device=accelerator.device)
@@ -65,17 +67,15 @@ class Gradients:
         self._accelerator.unscale_gradients()
         local = [_local_gradient(parameter) for _, parameter in self._named]
         gradients = [gradient for gradient in local if gradient is not None]
+        if self._parts.size > 1:
+            self._sum_of_each_head()
         norms = gradient_norms(gradients, self._gradient_device)
         bad = ~norms.isfinite()
         if len(gradients) < len(local):
             present, fine = iter(bad.unbind()), torch.zeros((), device=bad.device, dtype=torch.bool)
             bad = torch.stack([fine if gradient is None else next(present) for gradient in local])
         self._unread.append(bad.to(self._accelerator.device))
-        square = norms.square().sum().to(self._accelerator.device)  # the processes communicate there
-        group = self._shard_group()
-        if group is not None:
-            dist.all_reduce(square, group=group)
-        norm: Tensor = square.sqrt()
+        norm: Tensor = self._sum_of_squares(norms, local).sqrt()
         if max_norm is not None and gradients:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor.to(gradients[0]))
@@ -86,6 +86,42 @@ class Gradients:
         elif inner.defaults.get("fused") and self._accelerator.scaler is None:  # a scaler does the same
             inner.found_inf = (~norm.isfinite()).to(self._gradient_device, torch.float32)
         return norm
+
+    def _sum_of_squares(self, norms: Tensor, local: list[Tensor | None]) -> Tensor:
+        """Squared global norm: each element counts once, however many processes hold it."""
+        squares = norms.square()
+        if self._parts.size == 1:
+            sums = squares.sum()[None]
+        else:
+            names = [name for (name, _), gradient in zip(self._named, local, strict=True) if gradient is not None]
+            of_parts = [square for name, square in zip(names, squares, strict=True) if name in self._parts.dimension]
+            others = [square for name, square in zip(names, squares, strict=True) if name not in self._parts.dimension]
+            sums = torch.stack(
+                [torch.stack(each).sum() if each else squares.new_zeros(()) for each in (of_parts, others)]
+            )
+        sums = sums.to(self._accelerator.device)  # the processes communicate there
+        group = self._shard_group()
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        if self._parts.size > 1:
+            self._parts.sum(sums[:1])
+        return sums.sum()
+
+    def _sum_of_each_head(self) -> None:
+        """Sum the gradients of parameters that each head uses, once for all micro-batches and parameters."""
+        named = dict(self._named)
+        found = [named[name] for name in self._parts.of_each_head if name in named]
+        gradients = [gradient for each in found if (gradient := _local_gradient(each)) is not None]
+        if gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._accelerator.device)
+            summed = self._parts.sum(flat).to(gradients[0].device)
+            torch._foreach_copy_(
+                gradients,
+                [
+                    each.view_as(g)
+                    for each, g in zip(summed.split([g.numel() for g in gradients]), gradients, strict=True)
+                ],
+            )
 
     @property
     def loss_scale(self) -> float:

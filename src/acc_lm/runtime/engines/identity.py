@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -19,9 +20,11 @@ from acc_lm.config import Config
 from acc_lm.errors import MachineError
 from acc_lm.modeling.row_parts import RowParts
 from acc_lm.redaction import redact_words
+from acc_lm.runtime.engines.prepare import whole_shapes
 from acc_lm.runtime.engines.shards import pieces_of
+from acc_lm.runtime.engines.tensor_parallel import layer_parts
 from acc_lm.runtime.settings.deepspeed import offload_device, overruled_settings
-from acc_lm.runtime.settings.grid import overruled_sizes, parts_of_rows
+from acc_lm.runtime.settings.grid import overruled_sizes, parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed, requested_strategy
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ class Identity:
     is_rehearsal: bool
     rows_in_parts: int = 1
     """Number of processes that share each row."""
+    layers_in_parts: int = 1
+    """Number of processes that share each layer."""
     notes: tuple[str, ...] = ()
 
 
@@ -83,16 +88,17 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
             f"{num_processes} processes); this is a defect of the installed versions, and nothing was trained"
         )
     pieces = pieces_of(model, optimizer)
-    num_parameters = sum(_whole_size(p) for p in bare_model(model).parameters())
+    num_parameters = sum(math.prod(shape) for shape in whole_shapes(model).values())
     kept = sum(_kept_size(p) for p in bare_model(model).parameters())
     updated = sum(piece.length for piece in pieces if piece.is_trained)
     kept_by_all, updated_by_all = _on_all(accelerator, kept), _on_all(accelerator, updated)
     _check_shards(strategy, num_parameters, kept_by_all, updated_by_all, num_processes)
-    rows_in_parts = getattr(bare_model(model), "row_parts", RowParts()).size
-    if rows_in_parts != parts_of_rows():
-        raise MachineError(
-            f"rows must be cut into {parts_of_rows()} parts, as the Accelerate config requests, got {rows_in_parts}; nothing was trained"
-        )
+    rows_in_parts, layers_in_parts = getattr(bare_model(model), "row_parts", RowParts()).size, layer_parts(model).size
+    for what, asked, got in (("rows", parts_of_rows(), rows_in_parts), ("layers", parts_of_layers(), layers_in_parts)):
+        if got != asked:
+            raise MachineError(
+                f"{what} must be cut into {asked} parts, as the Accelerate config requests, got {got}; nothing was trained"
+            )
     _check_settings(outer, strategy, optimizer, accelerator.device)
     device = accelerator.device
     on_gpu = device.type == "cuda"
@@ -109,12 +115,14 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
         else f"{device.type} ({platform.processor() or platform.machine()})",
         threads=torch.get_num_threads(),
         placement=_placement(outer, strategy, num_parameters, kept_by_all, updated_by_all)
-        + (f"; rows in {rows_in_parts} parts" if rows_in_parts > 1 else ""),
+        + (f"; rows in {rows_in_parts} parts" if rows_in_parts > 1 else "")
+        + (f"; layers in {layers_in_parts} parts" if layers_in_parts > 1 else ""),
         num_parameters=num_parameters,
         parameters_per_process=kept_by_all,
         updated_per_process=updated_by_all,
         is_rehearsal=is_rehearsal,
         rows_in_parts=rows_in_parts,
+        layers_in_parts=layers_in_parts,
         notes=tuple(_notes(accelerator, config, strategy, num_processes, is_rehearsal)),
     )
 
@@ -128,15 +136,13 @@ def _live_strategy(model: nn.Module, num_processes: int) -> str:
         return "hsdp" if _mesh_of(model).ndim == 2 else "fsdp2"
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return "ddp"
+    if num_processes > 1 and layer_parts(model).size == num_processes:
+        return "tensor_parallel"
     return "single" if num_processes == 1 else "nothing that connects the processes"
 
 
 def _mesh_of(model: nn.Module) -> Any:
     return next(p for p in model.parameters() if hasattr(p, "device_mesh")).device_mesh
-
-
-def _whole_size(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _kept_size(parameter: Any) -> int:
@@ -163,6 +169,11 @@ def _check_shards(
         if sum(kept) != expected:
             raise MachineError(
                 f"each process must hold the full model under {strategy}, got {kept} of {num_parameters} parameters"
+            )
+    elif strategy == "tensor_parallel":
+        if max(kept) >= num_parameters:
+            raise MachineError(
+                f"processes must hold parts of the layers under {strategy}, got {kept} of {num_parameters} parameters"
             )
     elif num_processes > 1 and strategy in ("fsdp2", "hsdp"):
         if min(kept) >= num_parameters:
@@ -210,6 +221,8 @@ def _block_units(model: Any) -> list[Any]:
 def _placement(model: Any, strategy: str, num_parameters: int, kept: tuple[int, ...], updated: tuple[int, ...]) -> str:
     if strategy in ("single", "ddp"):
         return f"complete on each process: {num_parameters:,} parameters"
+    if strategy == "tensor_parallel":
+        return f"{num_parameters:,} parameters: {min(kept):,} to {max(kept):,} on a process"
     if strategy in ("fsdp2", "hsdp"):
         mesh = _mesh_of(model)
         shards = mesh.size(mesh.ndim - 1)
@@ -263,12 +276,18 @@ def _precision(accelerator: Accelerator, model: Any) -> tuple[str, str]:
         reduce = name(policy.reduce_dtype or reduce)
     elif accelerator.native_amp and requested:
         compute = f"{requested} autocast"
+    sums = ""
+    if (
+        requested and layer_parts(model).size > 1
+    ):  # what one matrix product returns, and the gradient of another's input
+        own = " forward, float32 backward" if compute.endswith("autocast") else ""
+        sums = f", {requested}{own} sums over parts of layers"
     products = compute.removesuffix(" autocast")
     if any(type(module).__name__ == "Float8Linear" for module in model.modules()):
         compute = f"fp8 products, else {compute}"
     if updated == compute == reduce:
         return updated, products
-    return f"{updated} weights, {compute} compute, {reduce} reduction", products
+    return f"{updated} weights, {compute} compute, {reduce} reduction{sums}", products
 
 
 def _notes(

@@ -15,10 +15,11 @@ from acc_lm.errors import DivergedError, MachineError
 from acc_lm.rows.batch import Batch
 from acc_lm.runtime.engines.collectives import T, gather_objects, on_main
 from acc_lm.runtime.engines.shards import broadcast_weights, pieces_of, publish_weights
+from acc_lm.runtime.engines.tensor_parallel import cut_layers, layer_parts
 from acc_lm.runtime.settings.deepspeed import partition
 from acc_lm.runtime.settings.fp8 import check_layers
-from acc_lm.runtime.settings.fsdp import block_classes
-from acc_lm.runtime.settings.grid import parts_of_rows
+from acc_lm.runtime.settings.fsdp import block_classes, shard_over_readers
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, requested_strategy
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Unsharded shape of every parameter, by name; a tied parameter appears once."""
-    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in bare_model(model).named_parameters()}
+    whole = layer_parts(model).shape
+    return {name: tuple(getattr(p, "ds_shape", whole(name, p))) for name, p in bare_model(model).named_parameters()}
 
 
 def keep_libraries() -> None:
@@ -70,9 +72,10 @@ def initialise_once(
     """Build the model for `prepare`, and return it with the facts about it.
 
     An engine that shards parameters gets its weights from the main process. The other processes build the same model
-    over memory that is reserved and never touched, so only one process ever holds all of a large model.
+    over memory that is reserved and never touched, so only one process ever holds all of a large model. If layers are to
+    be cut, every process builds the model, and keeps its part.
     """
-    if requested_strategy() not in ("fsdp2", "hsdp", "deepspeed_zero3"):
+    if parts_of_layers() > 1 or requested_strategy() not in ("fsdp2", "hsdp", "deepspeed_zero3"):
         return build()
     built: list[nn.Module] = []
 
@@ -90,12 +93,14 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Call `accelerator.prepare` so that every engine starts from the main process's weights in full precision.
 
-    From here on the model divides rows, if the launch requests that. Every process calls.
+    From here on the model divides rows or layers, if the launch requests that. Every process calls.
     """
+    timeout = accelerator.init_handler.timeout if accelerator.init_handler else None
+    if parts_of_layers() > 1:  # on the host, so that no device ever holds complete layers
+        cut_layers(model, parts_of_layers(), timeout)
     model, optimizer = _prepare(accelerator, model, optimizer)
     size = parts_of_rows()
     if size > 1:  # neighbours, which share a machine where they can
-        timeout = accelerator.init_handler.timeout if accelerator.init_handler else None
         group, _ = dist.new_subgroups(size, timeout=timeout)
         bare_model(model).row_parts.begin(group)  # type: ignore[operator, union-attr]
     return model, optimizer
@@ -110,8 +115,12 @@ def _prepare(
             plugin = vars(accelerator.state).get("fsdp_plugin")
             if plugin is not None:  # else Accelerate fell back to another strategy; `identify` reports it
                 plugin.transformer_cls_names_to_wrap = block_classes(model)
+                shard_over_readers(accelerator)
         if accelerator.mixed_precision == "fp8":
             check_layers(model)
+        if strategy == "tensor_parallel":  # without DDP: the processes have different parameters
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+            return model, accelerator.prepare_optimizer(optimizer)
         prepared = accelerator.prepare(model, optimizer)
         gc.collect()
         if strategy == "ddp":
@@ -185,12 +194,13 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, step: int) -> Non
     import xxhash
 
     local: dict[str, str] = {}
+    parts = layer_parts(model)
     for name, parameter in bare_model(model).named_parameters():
-        place = "whole"
+        place = f"part {parts.index}" if name in parts.dimension else "whole"
         tensor: Any = parameter.detach()
         if hasattr(parameter, "device_mesh"):
             coordinate = parameter.device_mesh.get_coordinate() or [0]
-            place, tensor = f"shard {coordinate[-1]}", tensor.to_local()
+            place, tensor = f"{place} shard {coordinate[-1]}", tensor.to_local()
         elif hasattr(parameter, "ds_tensor") and not getattr(parameter, "ds_persist", False):
             continue  # every process has a different part
         values = tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,7 +1,8 @@
 """Pieces: the parts of each tensor that this process holds under any engine; checkpoints and exports consist of them.
 
 Each tensor of a model, and of its optimizer's state, is treated as one-dimensional; a process owns contiguous pieces of
-it. All engines here shard in this way, so one format serves them all: any engine can read what any engine wrote.
+it, or of a block of its columns. All engines here shard in this way, so one format serves them all: any engine can read
+what any engine wrote.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from acc_lm.errors import MachineError
 from acc_lm.optimization.muon import MOMENTS, local, moments
+from acc_lm.runtime.engines.rectangles import rectangles
+from acc_lm.runtime.engines.tensor_parallel import LayerParts, layer_parts
 from acc_lm.runtime.settings.strategy import bare_model, is_deepspeed
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ class Piece:
     replica: tuple[int, int] = (0, 1)
     """(index of this process among those that hold this same piece, their number)."""
     moments: tuple[str, ...] = MOMENTS
+    columns: tuple[int, int] | None = None
+    """(first, number) of the tensor's columns that the elements are counted in and taken from; None: all of them."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -58,14 +63,19 @@ def pieces_of(model: nn.Module, optimizer: Any) -> list[Piece]:
     inner = getattr(optimizer, "optimizer", optimizer)
     named = list(bare_model(model).named_parameters())
     if not is_deepspeed(model):
-        return list(_torch_pieces(named, inner))
+        return list(_torch_pieces(named, inner, layer_parts(model)))
     if hasattr(inner, "fp32_partitioned_groups_flat"):
         return list(_zero3_pieces(named))
     return list(_zero12_pieces(named, inner))
 
 
-def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
-    """Yield the pieces for torch's optimizer (single, DDP, FSDP2, HSDP): full parameters, or cut along dimension 0."""
+def _torch_pieces(
+    named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, parts: LayerParts
+) -> Iterator[Piece]:
+    """Yield the pieces for torch's optimizer (single, DDP, FSDP2, HSDP, tensor parallel).
+
+    Engines hold full parameters, or cut along dimension 0; parts of layers are also cut along dimension 1.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -82,7 +92,14 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
                 )
             start = offset[0] * math.prod(parameter.shape[1:]) if offset else 0
             coordinate = mesh.get_coordinate()
-            replica = (coordinate[0], mesh.size(0)) if mesh.ndim == 2 and coordinate else (0, 1)
+            replica = (coordinate[0], mesh.size(0)) if mesh.ndim == 2 and coordinate else (parts.index, parts.size)
+        columns = None
+        if name in parts.dimension:
+            replica = (0, 1)
+            if parts.dimension[name] == 0:
+                start += parts.index * parameter.numel()
+            else:
+                columns = (parts.index * parameter.shape[1], parameter.shape[1])
         length = local(parameter).numel()
         if length == 0:
             continue
@@ -98,7 +115,7 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
 
         yield Piece(
             name,
-            tuple(parameter.shape),
+            parts.shape(name, parameter),
             start,
             length,
             view,
@@ -106,6 +123,7 @@ def _torch_pieces(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.
             parameter.requires_grad,
             replica,
             kept.get(parameter, ()),
+            columns,
         )
 
 
@@ -281,7 +299,13 @@ def gather_tensor(
     full = torch.zeros(math.prod(shape), dtype=dtype, device=accelerator.device)
     for piece in pieces:
         first, last = piece.share()
-        full[piece.start + first : piece.start + last] = piece.get(kind)[first:last]
+        values = piece.get(kind)[first:last]
+        if piece.columns is None:
+            full[piece.start + first : piece.start + last] = values
+            continue
+        for each in rectangles(piece.start + first, last - first, *piece.columns):
+            block = full.view(shape)[each.top : each.bottom, each.left : each.right]
+            block.copy_(values[each.at : each.at + each.size].view_as(block))
     if accelerator.num_processes > 1:
         dist.all_reduce(full.view(torch.uint8))
     return full.view(shape)

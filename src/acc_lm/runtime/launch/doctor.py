@@ -19,13 +19,14 @@ from torch import nn
 from acc_lm.errors import MachineError, UserError
 from acc_lm.runtime.engines.identity import library_versions
 from acc_lm.runtime.engines.prepare import refuse_buckets_that_mix
+from acc_lm.runtime.engines.tensor_parallel import modules_to_cut
 from acc_lm.runtime.launch.request import LaunchRequest, needed_extensions, read_launch, split_global_batch
 from acc_lm.runtime.settings.config_file import CONFIG_FILE_VARIABLE, config_file, launch_with, read_config
 from acc_lm.runtime.settings.deepspeed import offload_device
 from acc_lm.runtime.settings.extensions import COMPILERS, check_extensions, has_libaio
 from acc_lm.runtime.settings.fp8 import check_rows
 from acc_lm.runtime.settings.fsdp import block_classes
-from acc_lm.runtime.settings.grid import parts_of_rows
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import has_accelerator, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -83,11 +84,22 @@ def _precision() -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
+def shares_layers(file: Path) -> bool:
+    """True if the processes of a launch of this config share layers."""
+    with launched(file, []):
+        return parts_of_layers() > 1
+
+
 def refusal(file: Path, num_processes: int, recipe: Config) -> str | None:
-    """Reason why a launch of this config refuses this recipe, by the checks of `read_launch`; None if it does not."""
+    """Reason why a launch of this config refuses this recipe, by the checks of `read_launch`; None if it does not.
+
+    With layers in parts the model is checked, too.
+    """
     with launched(file, ["--num_processes", str(num_processes)]) as typed:
         try:
             read_launch(recipe, typed)
+            if parts_of_layers() > 1:
+                _checked(recipe)
         except UserError as error:
             return str(error)
     return None
@@ -163,6 +175,8 @@ def _checked(config: Config) -> tuple[PreTrainedTokenizerBase | None, nn.Module]
         block_classes(model)
     if parts_of_rows() > 1:
         check_parts_early(model, config.data.sequence_length, parts_of_rows())
+    if parts_of_layers() > 1:
+        modules_to_cut(model, parts_of_layers())
     if strategy == "ddp":
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = trained * DTYPES[config.model.dtype].itemsize

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
-from acc_lm.runtime.settings.grid import parts_of_rows
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -76,17 +76,21 @@ class Placement:
     offloads_weights: bool = False
     rows_in_parts: int = 1
     """Processes that share each row."""
+    layers_in_parts: int = 1
+    """Processes that share each layer."""
 
     @property
     def replicas(self) -> int:
         return self.num_processes // self.shards
 
 
-def placement_of(file: Path, num_processes: int | None, num_machines: int | None, config: Config) -> Placement:
+def placement_of(
+    file: Path, num_processes: int | None, num_machines: int | None, config: Config, parts: int | None = None
+) -> Placement:
     """Placement of this recipe's model under an Accelerate config.
 
     Args:
-        num_processes, num_machines: other than the numbers in the file; None: those.
+        num_processes, num_machines, parts: other than the numbers in the file; None: those. Parts are those of a row.
 
     Raises:
         MachineError: the config cannot be launched like that.
@@ -95,6 +99,8 @@ def placement_of(file: Path, num_processes: int | None, num_machines: int | None
     options += [] if num_machines is None else ["--num_machines", str(num_machines)]
     if (num_machines or 1) > 1:
         options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
+    if num_processes is not None and parts is not None:
+        options += _words_for_parts(file.stem, num_processes, parts)
     with launched(file, options) as typed:
         return replace(current_placement(config), config=file.stem, num_machines=int(typed.num_machines or 1))
 
@@ -106,7 +112,9 @@ def current_placement(config: Config) -> Placement:
     precision = requested_precision(config.training.mixed_precision)
     stored = STORED[config.model.dtype]
     is_mixed = precision != "no"
-    compute: Compute = "own" if not is_mixed else "autocast" if strategy in ("single", "ddp") else "cast"
+    compute: Compute = (
+        "own" if not is_mixed else "autocast" if strategy in ("single", "ddp", "tensor_parallel") else "cast"
+    )
     found = Placement(
         strategy,
         num_processes,
@@ -120,8 +128,9 @@ def current_placement(config: Config) -> Placement:
         updates=stored,
         shards=num_processes,
         rows_in_parts=parts_of_rows(),
+        layers_in_parts=parts_of_layers(),
     )
-    if strategy == "single":
+    if strategy in ("single", "tensor_parallel"):
         return replace(found, shards=1)
     if strategy == "ddp":
         # Gradients are views of buckets, which always exist. Those of earlier micro-batches are outside of them until the last.
@@ -200,14 +209,15 @@ CONFIGS_BY_SIZE = {
     "several machines": ("multi_node_ddp", "multi_node_hsdp", "fsdp2", "multi_node_deepspeed_zero3"),
 }
 """Accelerate configs to compare, the simplest first."""
+WITH_ROWS_IN_PARTS = ("ddp_sequence", "sequence_parallel", "deepspeed_zero3_sequence")
+"""Those whose processes share rows, for rows that do not fit on one GPU or are fewer than the GPUs; the simplest first."""
 NOT_PLANNED = {
     "cpu": "for a machine without GPUs",
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
-    "sequence_parallel": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
-    "ddp_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
-    "deepspeed_zero3_sequence": "for rows that do not fit on one GPU; their activations and traffic are not planned yet",
+    "tensor_parallel": "for layers that are cut; their activations and traffic are not planned yet",
+    "fsdp2_tensor_parallel": "for layers that are cut; their activations and traffic are not planned yet",
 }
 """The other files of accelerate_configs/, and why no plan is made for them."""
 
@@ -217,6 +227,13 @@ def configs_for(num_processes: int, num_machines: int) -> tuple[str, ...]:
     if num_processes == 1:
         return CONFIGS_BY_SIZE["one GPU"]
     return CONFIGS_BY_SIZE["one machine" if num_machines == 1 else "several machines"]
+
+
+def _words_for_parts(config: str, num_processes: int, parts: int) -> list[str]:
+    words = ["--parallelism_config_sp_size", str(parts)]
+    if config == "sequence_parallel":  # FSDP2, whose grid must multiply to the number of processes
+        words += ["--parallelism_config_dp_shard_size", str(num_processes // parts)]
+    return words
 
 
 def can_compile(placement: Placement) -> bool:
@@ -234,6 +251,8 @@ def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
         if 1 < placement.shards < placement.num_processes:
             words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
             words += ["--parallelism_config_dp_shard_size", str(placement.shards)]
+    if placement.rows_in_parts > 1:
+        words += _words_for_parts(placement.config, placement.num_processes, placement.rows_in_parts)
     if compiled:
         words += ["--dynamo_backend", "inductor"]
         if placement.shards_weights:

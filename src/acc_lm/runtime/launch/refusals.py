@@ -13,7 +13,7 @@ from acc_lm.errors import ConfigError, MachineError
 from acc_lm.runtime.launch.rendezvous import is_launchers_store
 from acc_lm.runtime.settings.config_file import rendezvous_backend, requested_processes
 from acc_lm.runtime.settings.fp8 import check_machine
-from acc_lm.runtime.settings.grid import parts_of_rows
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import flag, requested_precision
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def refuse_restarts_that_hang() -> None:
 
 def refuse_what_needs_a_launcher(strategy: str) -> None:
     """Refuse sharding engines under plain Python, which starts one process whatever a leftover variable asks for."""
-    if strategy in ("single", "ddp") or "WORLD_SIZE" in os.environ:
+    if strategy in ("single", "ddp", "tensor_parallel") or "WORLD_SIZE" in os.environ:
         return
     name = "ACCELERATE_USE_DEEPSPEED" if strategy.startswith("deepspeed") else "ACCELERATE_USE_FSDP"
     raise MachineError(
@@ -136,12 +136,36 @@ def refuse_other_dtypes(config: Config, strategy: str, precision: str) -> None:
         )
 
 
+def refuse_what_needs_complete_layers(config: Config | None, precision: str) -> None:
+    """Refuse what needs complete layers on a process."""
+    size = parts_of_layers()
+    if size == 1:
+        return
+    if precision in ("fp16", "fp8"):
+        raise MachineError(
+            f"mixed_precision must be bf16 or no with layers in {size} parts, got {precision}; use training.mixed_precision=bf16, or "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    if config is not None and config.adapter.kind != "none":
+        raise ConfigError(
+            f"adapter.kind must be none with layers in {size} parts, got {config.adapter.kind}, which adds matrices that no plan cuts; use "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    if config is not None and config.optimizer.name == "muon":
+        raise ConfigError(
+            f"optimizer.name must be adamw with layers in {size} parts, got muon, which needs complete matrices; set optimizer.name=adamw, or "
+            "use accelerate_configs/fsdp2.yaml"
+        )
+
+
 def refuse_a_search_that_hangs(config: Config, strategy: str) -> None:
     if not config.training.find_micro_batch_size or (strategy in ("single", "ddp") and parts_of_rows() == 1):
         return
     where = f"under {strategy}, where a process that runs out of memory leaves the others waiting for its shard"
     if parts_of_rows() > 1:
         where = "with rows in parts, where a process that runs out of memory leaves the others waiting for its part"
+    if parts_of_layers() > 1:
+        where = "with layers in parts, where a process that runs out of memory leaves the others waiting for its part"
     if strategy.startswith("deepspeed"):
         where = "under DeepSpeed, which fixes the size when it is built"
     raise ConfigError(

@@ -17,7 +17,7 @@ from acc_lm.runtime.settings.config_file import check_config_file, config_file, 
 from acc_lm.runtime.settings.deepspeed import deepspeed_plugin, offload_device, requested_plugin
 from acc_lm.runtime.settings.fp8 import check_recipe
 from acc_lm.runtime.settings.fsdp import fsdp_plugin, mesh
-from acc_lm.runtime.settings.grid import check_grid, parts_of_rows
+from acc_lm.runtime.settings.grid import check_grid, parts_of_layers, processes_of_reader
 from acc_lm.runtime.settings.strategy import has_accelerator, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def read_launch(config: Config | None, typed: Namespace | None = None) -> Launch
         precision = refusals.checked_precision(
             config.training.mixed_precision if config else None, on_accelerator, strategy
         )
+        refusals.refuse_what_needs_complete_layers(config, precision)
         refusals.refuse_missing_devices(on_accelerator)
         refusals.refuse_offloaded_fp16(strategy, precision)
         refusals.refuse_debugging_that_crashes(strategy, on_accelerator)
@@ -113,16 +114,21 @@ def _fit_recipe(config: Config, request: LaunchRequest) -> tuple[int, int]:
             "optimizer.name must be adamw under DeepSpeed, which updates flat parts of the weights that are no longer matrices, got muon; "
             "set optimizer.name=adamw, or use accelerate_configs/fsdp2.yaml"
         )
-    num_readers, parts = request.num_processes // parts_of_rows(), parts_of_rows()
+    num_readers = request.num_processes // processes_of_reader()
     if config.data.streaming and config.data.num_streams % num_readers:
-        divided = f" / {parts} parts of a row" if parts > 1 else ""
         raise ConfigError(
-            f"data.num_streams must be a multiple of the number of processes {request.num_processes}{divided}, got {config.data.num_streams}; "
+            f"data.num_streams must be a multiple of the number of processes {request.num_processes}{divided_by()}, got {config.data.num_streams}; "
             f"nearest: {nearest_multiples(config.data.num_streams, num_readers)}"
         )
     micro_batch_size, accumulation = split_global_batch(config.training, request.num_processes)
     refusals.refuse_overwritten_gradients(request.compiler, accumulation)
     return micro_batch_size, accumulation
+
+
+def divided_by() -> str:
+    """Words after a number of processes: by how many of them each row is read; empty if by one."""
+    parts = processes_of_reader()
+    return "" if parts == 1 else f" / {parts} parts of {'a row' if parts_of_layers() == 1 else 'the layers'}"
 
 
 def needed_extensions(has_accelerator: bool) -> dict[str, bool]:
@@ -131,7 +137,7 @@ def needed_extensions(has_accelerator: bool) -> dict[str, bool]:
     return {"needs_cpu_adam": devices[0] != "none", "needs_nvme": "nvme" in devices, "on_cpu": not has_accelerator}
 
 
-def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[int, int]:
+def split_global_batch(training: TrainingConfig, num_processes: int, parts: int | None = None) -> tuple[int, int]:
     """Return (micro-batch size, micro-batches per optimizer step) of each process.
 
     If a process's share of the global batch is smaller than the recipe's micro-batch, the micro-batch is that share.
@@ -139,17 +145,18 @@ def split_global_batch(training: TrainingConfig, num_processes: int) -> tuple[in
 
     Args:
         num_processes: number of processes of this launch.
+        parts: processes that share each row; None: as many as in this launch.
 
     Raises:
         ConfigError: the global batch does not divide evenly.
     """
-    parts = parts_of_rows()
+    parts = parts or processes_of_reader()
     num_readers = num_processes // parts
     share, rest = divmod(training.global_batch_size, num_readers)
     micro = min(training.micro_batch_size, share)
     if rest or share % micro:
         per_round = training.micro_batch_size * num_readers
-        processes = f"{num_processes} processes" + (f" / {parts} parts of a row" if parts > 1 else "")
+        processes = f"{num_processes} processes{divided_by()}"
         multiple_of = f"micro_batch_size {training.micro_batch_size} x {processes} = {per_round}"
         if training.global_batch_size < per_round:
             per_round = math.lcm(training.micro_batch_size, num_readers)

@@ -6,13 +6,12 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 ALLOCATED = 512
 """Bytes to which CUDA's allocator rounds every tensor up."""
@@ -94,13 +93,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each.__name__ == "DTensor" for each in types):
             return NotImplemented  # its local part comes here by itself
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, Tensor) and _has_bytes(tensor):
-                self._find(tensor)
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor) and _has_bytes(tensor):
-                self.add(tensor)
+        kwargs = kwargs or {}
+        for tensor in _tensors_in((args, kwargs)):
+            self._find(tensor)
+        output = function(*args, **kwargs)
+        for tensor in _tensors_in((output,)):
+            self.add(tensor)
         return output
 
     def _rounded(self, num_bytes: int) -> int:
@@ -129,5 +127,18 @@ def _is_inside(names: tuple[str, ...]) -> bool:
     return False
 
 
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors with bytes in the arguments or results of an operation; several times as fast as torch's pytrees."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if _has_bytes(value):
+                yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
+
+
 def _has_bytes(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
+    is_meta = tensor.device.type == "meta"  # `is_meta` of a fake tensor is slow
+    return tensor.layout == torch.strided and not is_meta and not is_traceable_wrapper_subclass(tensor)

@@ -16,7 +16,7 @@ from torch import nn
 from acc_lm.rows.batch import Batch
 from acc_lm.runtime.monitoring.exposed_communication import watch_backward, watched
 from acc_lm.runtime.monitoring.traffic import CountedStep
-from acc_lm.runtime.settings.grid import parts_of_rows
+from acc_lm.runtime.settings.grid import processes_of_reader
 from acc_lm.runtime.settings.strategy import requested_strategy
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Pace:
         self._slow, self._times, self._reported = -1, 0, -1
         strategy = requested_strategy()
         self._copies_buffers = strategy == "ddp"  # between the two hooks below
-        self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3") or parts_of_rows() > 1
+        self._meets_in_forward = strategy in ("fsdp2", "hsdp", "deepspeed_zero3") or processes_of_reader() > 1
         self._counted = CountedStep.asked()
         self._is_in_step = False
         self._watched: AbstractContextManager[None] = nullcontext()

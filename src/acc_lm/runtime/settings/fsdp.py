@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from acc_lm.errors import MachineError
-from acc_lm.runtime.settings.grid import ProcessGrid, requested_grid
+from acc_lm.runtime.settings.grid import ProcessGrid, parts_of_layers, requested_grid
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 
@@ -37,7 +38,7 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
             f"fsdp_reshard_after_forward must be true or false with fsdp_version 2, got {reshard}, which is FSDP1's; FULL_SHARD is true, "
             "SHARD_GRAD_OP is false"
         )
-    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=parts_of_layers() == 1)
     if plugin.activation_checkpointing:
         raise MachineError(
             "fsdp_activation_checkpointing must be false in the Accelerate config, got true; the recipe has one switch for "
@@ -55,7 +56,7 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
 
 
 def mesh(num_processes: int) -> ParallelismConfig | None:
-    """ProcessGrid of the processes, replicas x shards; None if the launch does not ask for one.
+    """ProcessGrid of the processes, replicas x shards x parts of layers; None if the launch does not ask for one.
 
     Raises:
         MachineError: the grid does not have the launch's number of processes, or shards nothing.
@@ -65,6 +66,8 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
         return None
     from accelerate.utils import ParallelismConfig
 
+    if grid.layers > 1:  # `check_grid` has seen that their product is the number of processes
+        return ParallelismConfig(dp_shard_size=grid.shards, tp_size=grid.layers)
     in_parts = f" x {grid.key.removeprefix('parallelism_config_')} {grid.rows}" if grid.rows > 1 else ""
     if grid.copies * grid.shards * grid.rows != num_processes:
         raise MachineError(
@@ -80,6 +83,20 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
     return ParallelismConfig(
         dp_replicate_size=grid.copies, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1, sp_backend="deepspeed"
     )
+
+
+def shard_over_readers(accelerator: Accelerator) -> None:
+    """Show Accelerate only the processes that hold the same parts of layers, so that FSDP2 shards over them.
+
+    It would cut the layers itself otherwise, which fails with transformers 5.
+    """
+    from accelerate.utils import ParallelismConfig
+
+    if parts_of_layers() == 1:
+        return
+    state: Any = accelerator.state
+    state.device_mesh = state.device_mesh["dp_shard_cp"]  # the name that Accelerate looks for
+    state.parallelism_config = ParallelismConfig(dp_shard_size=state.device_mesh.size())
 
 
 def shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Sizes of an Accelerate config's parallelism_config: copies, shards, and the parts that rows are cut into.
+"""Sizes of an Accelerate config's parallelism_config: copies, shards, and the parts that rows or layers are cut into.
 
 Accelerate itself would ignore sp_size without DeepSpeed, and compute full rows on every process under cp_size. Here both
-mean that many processes share each row, whatever the engine.
+mean that many processes share each row, whatever the engine. Under tp_size it would leave the layers complete; here that
+many processes share each layer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def requested_grid() -> ProcessGrid:
     """Sizes that this launch requests.
 
     Raises:
-        MachineError: a size is not positive, layers are to be cut, or rows in two ways.
+        MachineError: a size is not positive, or rows are to be cut in two ways, or together with layers.
     """
     if os.environ.get(SWITCH_VARIABLE, "false").lower() != "true":
         return ProcessGrid()
@@ -59,17 +60,17 @@ def requested_grid() -> ProcessGrid:
     for name, size in sizes.items():
         if size < 1:
             raise MachineError(f"parallelism_config_{name}_size must be at least 1, got {size}; write 1, or remove it")
-    if sizes["tp"] > 1:
-        raise MachineError(
-            f"parallelism_config_tp_size must be 1, got {sizes['tp']}: this version cuts data, parameters and rows, "
-            "not layers; use parallelism_config_sp_size, or accelerate_configs/hsdp.yaml"
-        )
     if sizes["cp"] > 1 and sizes["sp"] > 1:
         raise MachineError(
             f"only one of parallelism_config_cp_size and parallelism_config_sp_size must be above 1, got {sizes['cp']} and "
             f"{sizes['sp']}; both cut rows in the same way here: give their product as parallelism_config_sp_size"
         )
     key = "parallelism_config_cp_size" if sizes["cp"] > 1 else "parallelism_config_sp_size"
+    if sizes["tp"] > 1 and sizes["cp"] * sizes["sp"] > 1:
+        raise MachineError(
+            f"only one of parallelism_config_tp_size and {key} must be above 1, got {sizes['tp']} and {sizes['cp'] * sizes['sp']}: rows "
+            "and layers are not cut together; use accelerate_configs/sequence_parallel.yaml for long rows, fsdp2_tensor_parallel.yaml for wide layers"
+        )
     return ProcessGrid(sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"], sizes["cp"] * sizes["sp"], key)
 
 
@@ -78,10 +79,26 @@ def parts_of_rows() -> int:
     return requested_grid().rows
 
 
+def parts_of_layers() -> int:
+    """Number of processes that share each layer of this launch."""
+    return requested_grid().layers
+
+
+def processes_of_reader() -> int:
+    """Number of processes that read the same rows, because they share the rows or the layers."""
+    grid = requested_grid()
+    return grid.rows * grid.layers
+
+
 def readers(accelerator: Accelerator) -> tuple[int, int]:
     """Return (index of this process's group among those that read different rows, number of these groups)."""
-    size = parts_of_rows()
+    size = processes_of_reader()
     return accelerator.process_index // size, accelerator.num_processes // size
+
+
+def repeats_losses(accelerator: Accelerator) -> bool:
+    """True if an earlier process computes the same losses as this one, because they share layers but not rows."""
+    return bool(accelerator.process_index % parts_of_layers())
 
 
 def check_grid(num_processes: int, strategy: str, typed: Namespace | None) -> None:
@@ -102,6 +119,9 @@ def check_grid(num_processes: int, strategy: str, typed: Namespace | None) -> No
             "which Accelerate ignores; write the size there"
         )
     grid = requested_grid()
+    if grid.layers > 1:
+        _check_layers(grid, num_processes, strategy)
+        return
     if num_processes % grid.rows:
         raise MachineError(
             f"{grid.key} must divide the number of processes {num_processes}, got {grid.rows}; change num_processes or the size"
@@ -114,6 +134,33 @@ def check_grid(num_processes: int, strategy: str, typed: Namespace | None) -> No
         raise MachineError(
             f"a parallelism_config must come with use_fsdp, got dp_replicate_size {grid.copies} x dp_shard_size {grid.shards} under "
             f"{strategy} for {num_processes} processes; use accelerate_configs/hsdp.yaml, or remove both"
+        )
+
+
+def _check_layers(grid: ProcessGrid, num_processes: int, strategy: str) -> None:
+    """Check a grid whose layers are cut: alone, or with FSDP2 over the processes that read different rows."""
+    key = f"parallelism_config_tp_size must be 1 under {strategy}, got {grid.layers}"
+    if strategy.startswith("deepspeed"):
+        raise MachineError(f"{key}; use accelerate_configs/fsdp2_tensor_parallel.yaml")
+    if grid.copies > 1:
+        raise MachineError(
+            f"parallelism_config_dp_replicate_size must be 1 with tp_size {grid.layers}, got {grid.copies}; give all processes of different "
+            "rows as parallelism_config_dp_shard_size, as in accelerate_configs/fsdp2_tensor_parallel.yaml"
+        )
+    if grid.shards * grid.layers != num_processes:
+        raise MachineError(
+            f"parallelism_config must multiply to the number of processes, got dp_shard_size {grid.shards} x tp_size {grid.layers} for "
+            f"{num_processes} processes; change num_processes or the sizes"
+        )
+    if strategy == "fsdp2" and grid.shards == 1:
+        raise MachineError(
+            "parallelism_config_dp_shard_size must be at least 2 under FSDP2, got 1, which shards nothing; use "
+            "accelerate_configs/tensor_parallel.yaml"
+        )
+    if strategy != "fsdp2" and grid.shards > 1:
+        raise MachineError(
+            f"parallelism_config_dp_shard_size must be 1 without use_fsdp, got {grid.shards}; use "
+            "accelerate_configs/fsdp2_tensor_parallel.yaml"
         )
 
 

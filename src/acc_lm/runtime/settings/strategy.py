@@ -71,6 +71,8 @@ def requested_strategy() -> str:
                 "HYBRID_SHARD, ddp.yaml for NO_SHARD (accelerate to-fsdp2 would turn these two into full shards)"
             )
         return "hsdp" if requested_grid().copies > 1 else "fsdp2"
+    if requested_grid().layers > 1:
+        return "tensor_parallel"
     # Accelerate wraps torchrun's only process in DDP on a CPU, but not on a GPU.
     wraps_one = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ and not has_accelerator()
     return "ddp" if wraps_one or os.environ.get("WORLD_SIZE", "1") != "1" else "single"
