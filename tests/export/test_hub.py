@@ -127,6 +127,16 @@ def test_a_push_that_fails_leaves_nothing_and_says_the_command(
         assert push(str(final), "me/model")[0] == 0
 
 
+@pytest.mark.parametrize(("base", "has_note"), [("org/base", False), ("/home/me/base", True)])
+def test_an_adapter_says_when_others_lack_its_base(base: str, has_note: bool, push: Push, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    code, said = push(str(folder), "me/adapter")
+    assert code == 0
+    assert ("acc-lm export --merge" in said) == has_note
+
+
 @pytest.mark.parametrize("broken", [None, "POST .*/commit/"], ids=["pushed", "refused"])
 def test_a_run_pushes_at_its_end_and_a_failure_costs_a_line(
     broken: str | None, server: HubServer, tiny: list[str], tmp_path: Path

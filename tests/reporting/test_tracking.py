@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, Launch
+from processes import ROOT, Finished, Launch
 from test_resume import assert_equal_runs
 
 from acc_lm.reporting import tracking
@@ -394,6 +395,24 @@ def test_a_tracker_that_hangs_is_abandoned(method: str, tiny: list[str], untrack
         "warning: tracking did not end within 1 s and was abandoned; metrics.jsonl is complete"
     ]
     assert_equal_runs(tmp_path / "run", untracked, 6)
+
+
+def test_an_abandoned_tracker_does_not_hold_up_the_end_of_the_process() -> None:
+    """Libraries wait for their threads when Python ends: the process must end all the same, with its own exit code."""
+    code = """
+import atexit, threading, time
+from acc_lm.cli import train
+from acc_lm.reporting.trackers import TRACKING_THREAD
+train.EXIT_SECONDS = 0.1
+threading.Thread(target=time.sleep, args=(HANGS,), name=TRACKING_THREAD, daemon=True).start()
+atexit.register(time.sleep, HANGS)
+train.leave_hanging_tracker(75)
+"""
+    path = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
+    ended = subprocess.run([sys.executable, "-c", code.replace("HANGS", "50")], env=path, timeout=40)
+    assert ended.returncode == 75
+    ended = subprocess.run([sys.executable, "-c", code.replace("HANGS", "0")], env=path, timeout=40)
+    assert ended.returncode == 0, "without a thread that hangs, the process ends by itself"
 
 
 def test_a_slow_tracker_delays_no_step(tiny: list[str], untracked: Path, tmp_path: Path) -> None:

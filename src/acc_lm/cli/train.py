@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from acc_lm.run_files.output_dir import open_output_dir
 from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import StopRequest, handlers_kept
 
+EXIT_SECONDS = 10.0
+"""Seconds for the libraries to end their threads, at the end of a process in which a tracker hangs."""
 USAGE = "train.py [--config RECIPE | RECIPE] [--dry-run | --eval-only] [--print-config] [section.key=value ...]"
 
 
@@ -71,7 +74,7 @@ def run_to_its_end(
             if mode != Mode.DRY_RUN:
                 log.enter_context(copied_to_log(output_dir))
             try:
-                return train(config, stop_request, mode)
+                code = train(config, stop_request, mode)
             finally:
                 from acc_lm.runtime import stop_watching
 
@@ -89,7 +92,7 @@ def run_to_its_end(
     except Exception as error:
         from acc_lm.runtime import explain
 
-        reason = f"{type(error).__name__}: {error}"
+        code, reason = 1, f"{type(error).__name__}: {error}"
         explained = explain(error, config)
         if explained is None:
             print(redact(traceback.format_exc()), file=sys.stderr)
@@ -102,7 +105,21 @@ def run_to_its_end(
         gc.enable()
         if reason and is_ours and config:
             write_failure(config.output_dir, status, code, reason, speaks, began)
+        leave_hanging_tracker(code)
     return code
+
+
+def leave_hanging_tracker(code: int) -> None:
+    """Let this process end with its exit code although an abandoned tracker, at the end of Python, waits for its own threads."""
+    from acc_lm.reporting.trackers import TRACKING_THREAD
+
+    def leave() -> None:
+        threading.main_thread().join()
+        time.sleep(EXIT_SECONDS)
+        os._exit(code)
+
+    if any(thread.name == TRACKING_THREAD and thread.is_alive() for thread in threading.enumerate()):
+        threading.Thread(target=leave, daemon=True).start()
 
 
 def _print_memory(error: UserError, config: Config | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from acc_lm.config import Config
 from acc_lm.config.loading import shareable_recipe
 from acc_lm.data import DataFacts
+from acc_lm.export.hub import hub_id
 from acc_lm.redaction import CONTROL, redact
 from acc_lm.runtime import shareable_config
 
@@ -154,11 +154,6 @@ def _datasets_of(config: Config) -> list[str]:
 def _block(language: str, text: str) -> str:
     """Code block that its text cannot end."""
     return f"```{language}\n" + redact(text).rstrip().replace("```", "'''") + "\n```"
-
-
-def hub_id(name: str | None) -> str | None:
-    """Name of a model if it is one on the Hub, for the card's metadata; None for a local folder."""
-    return None if name is None or os.path.isdir(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else name
 
 
 def base_name(name: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,11 @@ from acc_lm.errors import ConfigError, MachineError, first_line
 from acc_lm.redaction import printable, redact
 
 MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def hub_id(name: str | None) -> str | None:
+    """Name of a model if it is one on the Hub, for the card's metadata; None for a local folder."""
+    return None if name is None or os.path.isdir(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else name
 
 
 def check_push(folder: Path, name: str) -> None:
@@ -46,7 +52,19 @@ def push_folder(folder: Path, name: str, *, public: bool = False) -> str:
             f"the Hub must take {folder} as {name}, got: {redact(first_line(error))}; log in with `hf auth login`, or set HF_TOKEN to a token "
             f"that may write, then: {again}"
         ) from None
-    return f"pushed {folder} to {printable(str(url))} ({kind})"
+    line = f"pushed {folder} to {printable(str(url))} ({kind})"
+    return line + _note_of_base(folder)
+
+
+def _note_of_base(folder: Path) -> str:
+    """Note about an adapter whose base other people do not have; empty for anything else."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if hub_id(base) is not None:
+        return ""
+    return "; its base is a folder of this machine, which others lack: acc-lm export --merge writes a model without it"
 
 
 def push_or_explain(folder: Path, name: str) -> str:

@@ -21,6 +21,8 @@ from acc_lm.config import learned_changes
 from acc_lm.redaction import printable, redact
 from acc_lm.run_files.names import TRACKERS
 
+TRACKING_THREAD = "trackers"
+"""Name of the thread in which trackers run."""
 TAKES_TEXT = ("comet_ml", "tensorboard")
 """Trackers that take the text of samples; W&B has a table of it, the others take numbers only."""
 

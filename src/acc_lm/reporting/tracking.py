@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlparse
 
 from acc_lm.config import Config, flatten
-from acc_lm.reporting.trackers import TAKES_TEXT, Chain, Store, has_server, opening_of, warn
+from acc_lm.reporting.trackers import TAKES_TEXT, TRACKING_THREAD, Chain, Store, has_server, opening_of, warn
 from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import SAMPLES, TRACKERS
 
@@ -87,7 +87,10 @@ class Tracking:
         for row in known.items():
             self._rows.put(row)
         self._thread = threading.Thread(
-            target=self._work, args=(config, output_dir, awaited, max(known, default=0)), daemon=True
+            target=self._work,
+            args=(config, output_dir, awaited, max(known, default=0)),
+            name=TRACKING_THREAD,
+            daemon=True,
         )
         self._thread.start()
         if not self._ready.wait(START_SECONDS):
