@@ -15,7 +15,7 @@ from acc_lm import cli
 from acc_lm.cli.train import parse_train_arguments
 from acc_lm.config.loading import load_config
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "cloud/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:

@@ -618,7 +618,7 @@ def test_a_model_card_shows_names_and_runs_none(tiny: list[str], tmp_path: Path,
     run_training(arguments)
     card = (tmp_path / name / "final/README.md").read_text()
     _, front, body = card.split("---\n", 2)
-    assert re.findall(r"^(\S+):", front, re.MULTILINE) == ["library_name", "pipeline_tag", "tags"]
+    assert re.findall(r"^(\S+):", front, re.MULTILINE) == ["library_name", "pipeline_tag", "tags", "model-index"]
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", body, re.DOTALL | re.MULTILINE)
     assert [kind for kind, _ in blocks] == ["python", "yaml"]
     assert len(re.findall(r"^ *```", body, re.MULTILINE)) == 4

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, Launch
+from processes import ROOT, Finished, Launch
 from test_resume import assert_equal_runs
 
 from acc_lm.reporting import tracking
@@ -324,10 +325,10 @@ CASES: dict[str, tuple[Callable[[], None], dict[str, str], str, list[str]]] = {
         lambda: None,
         {"WANDB_API_KEY": LIKELY_KEY, "WANDB_BASE_URL": "http://host:not-a-port"},
         "none (failed)",
-        ["tracking stopped ("],
+        ["wandb stopped ("],
     ),
     "not installed": (no_wandb, {}, "none", ["wandb is not installed; metrics.jsonl is complete without it"]),
-    "a full disk": (lambda: setattr(tracking.WandbChain, "_save", raising), {}, "none (failed)", ["tracking stopped (OSError"]),
+    "a full disk": (lambda: setattr(tracking.WandbChain, "save", raising), {}, "none (failed)", ["wandb stopped (OSError"]),
 }  # fmt: skip
 
 
@@ -349,7 +350,7 @@ def test_with_wandb_broken_the_run_is_the_same_and_starts_soon(
     assert len(warnings_of(finished)) == len(expected)
     assert all(f"warning: {text}" in finished.output for text in expected)
     assert_equal_runs(run, untracked, 6)
-    if offline_runs(run) and not any(text.startswith("tracking stopped") for text in expected):
+    if offline_runs(run) and not any(text.startswith("wandb stopped") for text in expected):
         assert_complete(run)
     else:
         assert case in ("disabled", "a broken setting", "not installed", "a full disk")
@@ -373,7 +374,7 @@ def test_a_tracker_that_raises_costs_one_warning_and_nothing_else(
     arguments = [*tiny, "tracking.report_to=[tensorboard]"]
     finished = train_with(arguments, lambda: setattr(TensorBoardTracker, "log", breaks_at_four))
     assert warnings_of(finished) == [
-        "warning: tracking stopped (OSError: the tracker's disk is full); metrics.jsonl continues"
+        "warning: tensorboard stopped (OSError: the tracker's disk is full); metrics.jsonl continues"
     ]
     assert [line for line in finished.output.splitlines() if "asked" in line][-1] == "asked to log 4"
     assert_equal_runs(tmp_path / "run", untracked, 6)
@@ -394,6 +395,24 @@ def test_a_tracker_that_hangs_is_abandoned(method: str, tiny: list[str], untrack
         "warning: tracking did not end within 1 s and was abandoned; metrics.jsonl is complete"
     ]
     assert_equal_runs(tmp_path / "run", untracked, 6)
+
+
+def test_an_abandoned_tracker_does_not_hold_up_the_end_of_the_process() -> None:
+    """Libraries wait for their threads when Python ends: the process must end all the same, with its own exit code."""
+    code = """
+import atexit, threading, time
+from acc_lm.cli import train
+from acc_lm.reporting.trackers import TRACKING_THREAD
+train.EXIT_SECONDS = 0.1
+threading.Thread(target=time.sleep, args=(HANGS,), name=TRACKING_THREAD, daemon=True).start()
+atexit.register(time.sleep, HANGS)
+train.leave_hanging_tracker(75)
+"""
+    path = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
+    ended = subprocess.run([sys.executable, "-c", code.replace("HANGS", "50")], env=path, timeout=40)
+    assert ended.returncode == 75
+    ended = subprocess.run([sys.executable, "-c", code.replace("HANGS", "0")], env=path, timeout=40)
+    assert ended.returncode == 0, "without a thread that hangs, the process ends by itself"
 
 
 def test_a_slow_tracker_delays_no_step(tiny: list[str], untracked: Path, tmp_path: Path) -> None:
@@ -494,10 +513,10 @@ def test_a_damaged_wandb_note_costs_a_line_and_starts_a_new_run_there(
     recipe = load_config(tiny[1]).model_dump(mode="json")
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb/chain.json").write_text(content)
-    chain = tracking.WandbChain(tmp_path, recipe, 6)
+    chain = tracking.WandbChain(tmp_path / "wandb/chain.json", recipe, 6)
     assert "chain.json cannot be read; W&B gets a new run" in capsys.readouterr().err
     assert chain.takes(1), "the whole history"
-    assert tracking.WandbChain(tmp_path, recipe, 6).id == chain.id
+    assert tracking.WandbChain(tmp_path / "wandb/chain.json", recipe, 6).id == chain.id
     assert capsys.readouterr().err == ""
 
 

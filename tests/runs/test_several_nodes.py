@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -157,7 +158,13 @@ def on_one_machine(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) 
 def check_run(output_dir: Path, outputs: list[str], strategy: str, num_processes: int) -> None:
     environment = json.loads((output_dir / "environment.json").read_text())
     assert (environment["strategy"], environment["num_processes"]) == (strategy, num_processes)
-    assert json.loads((output_dir / "summary.json").read_text())["status"] == "completed"
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["backend"]) == ("completed", num_processes, "gloo")
+    assert [place["local_rank"] for place in summary["processes"]] == [*range(num_processes // 2)] * 2
+    assert f"world size {num_processes}, backend gloo; this is rank 0, local rank 0" in outputs[0]
+    log = (output_dir / "train.log").read_text().splitlines()
+    assert all(re.search(r" rank 0( |$)", line) for line in log), "only the first machine speaks"
+    assert len([line for line in log if "  step 6/6  loss" in line]) == 1
     assert "step 6/6" in outputs[0]
     assert "step 6/6" not in outputs[1], "only the first machine speaks"
 

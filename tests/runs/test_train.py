@@ -33,6 +33,7 @@ def test_a_run_leaves_everything_that_the_docs_promise(tiny: list[str], tmp_path
         "checkpoints",
         "final",
         "tokenizer",
+        "train.log",
     } == names
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["step"], summary["samples_seen"]) == (

@@ -49,6 +49,8 @@ def test_no_step_waits_for_a_gpu_or_copies_from_unpinned_memory(name: str, hub: 
     print(*lines, sep="\n")
     assert any("other WAIT tolist()" in line and "divergence.py" in line for line in lines), "the trap must work"
     assert not [line for line in lines if " step " in line or "PAGEABLE" in line or "SLOW" in line]
+    assert "driver: train/gpu_memory_gb/0 train/gpu_utilization/0\n" in run.stdout
+    assert "energy: 1.0\n" in run.stdout
     saves = [line.split()[0] for line in lines if "take_snapshot" in line or "count_updates" in line or " keep" in line]
     assert saves == ["1", "1"], (
         "the host waits once for all tensors of a checkpoint, and once for the counts of updates"

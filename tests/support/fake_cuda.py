@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -194,7 +195,7 @@ def pretended_gpu() -> dict[Any, dict[str, Any]]:
     """Answers of torch about an H100, except for allocating and computing: module -> names -> values."""
     is_prepared = [False]
     properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, uuid="0"
     )
     stream = Stream()
 
@@ -230,6 +231,31 @@ def pretended_gpu() -> dict[Any, dict[str, Any]]:
         torch.nn.functional: {"scaled_dot_product_attention": attention},
         torch.Tensor: {"pin_memory": lambda tensor, *_: tensor},
     }  # fmt: skip
+
+
+class Driver:
+    """NVML with one GPU that has used 3.6 kJ more each time it is asked."""
+
+    JOULES = iter(range(0, 10**6, 3600))
+
+    @staticmethod
+    def nvmlInit() -> None: ...
+
+    @staticmethod
+    def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
+        return uuid
+
+    @staticmethod
+    def nvmlDeviceGetMemoryInfo(handle: str) -> Any:
+        return SimpleNamespace(used=2 << 30)
+
+    @staticmethod
+    def nvmlDeviceGetUtilizationRates(handle: str) -> Any:
+        return SimpleNamespace(gpu=90)
+
+    @staticmethod
+    def nvmlDeviceGetTotalEnergyConsumption(handle: str) -> int:
+        return 1000 * next(Driver.JOULES)
 
 
 @contextlib.contextmanager
@@ -280,6 +306,7 @@ def main(overrides: list[str]) -> int:
     import acc_lm.training.divergence
     import train
 
+    sys.modules["pynvml"] = Driver  # type: ignore[assignment]
     output = Path(tempfile.mkdtemp())
     mode, empty = FakeTensorMode(allow_non_fake_inputs=True), torch.empty
     build, step, look = (
@@ -321,6 +348,9 @@ def main(overrides: list[str]) -> int:
     print(f"calls in the steps from {FIRST_STEP} on (step), and at a log, in an evaluation and in a save (other):")
     for line, count in SEEN.most_common():
         print(f"{count:5} {line}")
+    lines = (output / "run/metrics.jsonl").read_text().splitlines()
+    print("driver:", *sorted(name for name in json.loads(lines[0]) if name.startswith("train/gpu_")))
+    print("energy:", json.loads((output / "run/summary.json").read_text())["energy_wh"])
     return code
 
 

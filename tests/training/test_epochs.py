@@ -61,8 +61,8 @@ def whole(
     return run, finished, [tuple(json.loads(line)) for line in sums.read_text().splitlines()]
 
 
-def test_a_pass_without_an_evaluation_reports_no_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(10, 0, enabled=True)
+def test_a_pass_without_an_evaluation_reports_no_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Bar(10, 0, tmp_path, enabled=True)
     bar.show_epoch({"epoch/number": 2.0, "epoch/train_loss": 1.5, "epoch/learning_rate": 1e-3, "epoch/seconds": 12.0})
     bar.close()
     assert re.search(r"^epoch 2  train loss 1\.5000  lr 1\.00e-03  \S+", capsys.readouterr().out, re.M)

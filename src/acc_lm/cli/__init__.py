@@ -39,6 +39,7 @@ VERBS = {
         "generate": "print text that an exported model writes",
         "evaluate": "measure loss, perplexity, bits per byte and token accuracy on a text, by document; score answers to prompts",
         "export": "convert an exported model into another model folder",
+        "push": "upload a model folder to the Hub, private by default",
         "checkpoint": "list, verify, export or convert checkpoints",
     },
     "study": {

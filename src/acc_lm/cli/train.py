@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,10 +26,13 @@ from acc_lm.config.reference import help_text
 from acc_lm.errors import EXIT_INTERRUPTED, ConfigError, OutOfMemoryError, Preempted, UserError, print_problems
 from acc_lm.launcher import bound_spinning, die_with_launcher
 from acc_lm.redaction import print_anything, redact
+from acc_lm.run_files.log_file import copied_to_log
 from acc_lm.run_files.output_dir import open_output_dir
 from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import StopRequest, handlers_kept
 
+EXIT_SECONDS = 10.0
+"""Seconds for the libraries to end their threads, at the end of a process in which a tracker hangs."""
 USAGE = "train.py [--config RECIPE | RECIPE] [--dry-run | --eval-only] [--print-config] [section.key=value ...]"
 
 
@@ -52,7 +56,7 @@ def run_to_its_end(
 ) -> int:
     """Parse the command line, train, and turn the outcome into its exit code."""
     config, mode, status, code, reason, speaks = None, Mode.TRAIN, "failed", 1, "", None
-    began, is_ours = time.time(), False
+    began, is_ours, log = time.time(), False, ExitStack()
     print_anything()
     bound_spinning()
     gc.disable()  # until the libraries are loaded, see `runtime.keep_libraries`
@@ -67,8 +71,10 @@ def run_to_its_end(
             # A dry run may use the folder of a run that is under way.
             stack.enter_context(open_output_dir(output_dir, alone=mode != Mode.DRY_RUN))
             is_ours = mode == Mode.TRAIN
+            if mode != Mode.DRY_RUN:
+                log.enter_context(copied_to_log(output_dir))
             try:
-                return train(config, stop_request, mode)
+                code = train(config, stop_request, mode)
             finally:
                 from acc_lm.runtime import stop_watching
 
@@ -86,7 +92,7 @@ def run_to_its_end(
     except Exception as error:
         from acc_lm.runtime import explain
 
-        reason = f"{type(error).__name__}: {error}"
+        code, reason = 1, f"{type(error).__name__}: {error}"
         explained = explain(error, config)
         if explained is None:
             print(redact(traceback.format_exc()), file=sys.stderr)
@@ -95,10 +101,25 @@ def run_to_its_end(
         _print_memory(explained, config)
         print_problems(explained)
     finally:
+        log.close()
         gc.enable()
         if reason and is_ours and config:
             write_failure(config.output_dir, status, code, reason, speaks, began)
+        leave_hanging_tracker(code)
     return code
+
+
+def leave_hanging_tracker(code: int) -> None:
+    """Let this process end with its exit code although an abandoned tracker, at the end of Python, waits for its own threads."""
+    from acc_lm.reporting.trackers import TRACKING_THREAD
+
+    def leave() -> None:
+        threading.main_thread().join()
+        time.sleep(EXIT_SECONDS)
+        os._exit(code)
+
+    if any(thread.name == TRACKING_THREAD and thread.is_alive() for thread in threading.enumerate()):
+        threading.Thread(target=leave, daemon=True).start()
 
 
 def _print_memory(error: UserError, config: Config | None) -> None:

@@ -101,6 +101,13 @@ def folder_name(value: str) -> str:
     return value
 
 
+def _name_on_hub(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]{0,95}", value):
+        raise ValueError(f"must be owner/name on the Hub, got {value!r}; write it like me/my-model")
+    return value
+
+
+NameOnHub = Annotated[str, AfterValidator(_name_on_hub)]
 NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 EVALUATION_METRICS = ("loss", "perplexity", "token_accuracy", "bits_per_byte")
 """Metrics of the held-out text and of each evaluation set."""

@@ -88,12 +88,33 @@ def _load(file: str | Path, overrides: Sequence[str]) -> Config:
 
 def dump_config(config: Config) -> str:
     """Resolved recipe as YAML, which `load_config` reads back to an equal `Config`."""
+    return _dump(config.model_dump(mode="json"))
+
+
+PROMPTS = ("sample_prompt", "sample_prompts")
+"""Keys whose text is no path."""
+
+
+def shareable_recipe(config: Config) -> str:
+    """Resolved recipe as YAML for other people: of each path of this machine, the last name alone."""
+
+    def shared(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: inner if key in PROMPTS else shared(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [shared(inner) for inner in value]
+        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+    return _dump(shared(config.model_dump(mode="json")))
+
+
+def _dump(values: dict[str, Any]) -> str:
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 100
     text = io.StringIO()
-    yaml.dump(config.model_dump(mode="json"), text)
+    yaml.dump(values, text)
     return text.getvalue()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -19,6 +19,7 @@ from acc_lm.config.fields import (
     Folder,
     Learned,
     NameInTracker,
+    NameOnHub,
     NotLearned,
     PositiveFloat,
     PositiveInt,
@@ -34,6 +35,10 @@ from acc_lm.config.training import OptimizerConfig, ScheduleConfig, TrainingConf
 
 MOST_PROFILED = 20
 """Maximum number of steps in a profile, each of which takes megabytes."""
+
+
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Trackers that Accelerate knows."""
 
 
 class CheckpointConfig(Section):
@@ -63,11 +68,11 @@ class TrackingConfig(Section):
     """Trackers that receive metrics in addition to `metrics.jsonl`, and text samples during training."""
 
     report_to: Annotated[
-        tuple[Literal["wandb", "tensorboard"], ...],
+        tuple[Tracker, ...],
         BeforeValidator(as_tuple),
-        WithJsonSchema({"type": "array", "items": {"enum": ["wandb", "tensorboard"]}}),
+        WithJsonSchema({"type": "array", "items": {"enum": list(get_args(Tracker))}}),
     ] = ("wandb",)
-    """Trackers to report to; wandb switches to offline mode by itself when there is no key or no network."""
+    """Trackers to report to, of Accelerate's; without its key or address each one works offline, in the output folder."""
     project: Annotated[NameInTracker, AfterValidator(folder_name)] = "acc-lm"
     """Name of the project in the tracker."""
     run_name: NameInTracker | None = None
@@ -105,6 +110,10 @@ class ExportConfig(Section):
     """Start of the sample; null: the first tokens of the held-out text."""
     sample_tokens: Count = 80
     """Length of the sample, in tokens; 0: no sample."""
+    push_to_hub: NameOnHub | None = None
+    """Repository on the Hub, as owner/name, to which final/ is pushed at the end, private if it is new; null: none. A failed push does not fail the run."""
+    license: Annotated[str, Field(min_length=1)] | None = None
+    """License of the model for its card, by the Hub's identifier, e.g. apache-2.0; null: none is named."""
 
 
 class DistributedConfig(Section):

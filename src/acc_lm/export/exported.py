@@ -10,7 +10,8 @@ import torch
 
 from acc_lm.chat.items import question_ids
 from acc_lm.errors import ConfigError, UserError, first_line, is_out_of_memory
-from acc_lm.export.export import exported_steps, merged_card, write_steps
+from acc_lm.export.card import merged_card
+from acc_lm.export.export import exported_steps, write_steps
 from acc_lm.files import written_aside
 from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
 from acc_lm.modeling.adapter import apply_adapter, open_adapter

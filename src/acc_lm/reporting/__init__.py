@@ -11,7 +11,8 @@ report_html      report -> one page
 html_page        frame of a page: style, policy, escaped text
 report_markdown  report -> Markdown
 chart_svg        chart -> inline SVG
-tracking         Weights & Biases, TensorBoard and others: every step exactly once, in order
+tracking         Accelerate's trackers, from a thread: every step exactly once, in order
+trackers         where each tracker writes, and how it stays one run over all starts
 speed            tokens and FLOP per second, and where the time of a step goes
 profiler         traces of a few steps
 trace            trace -> table of where the time of a step goes

@@ -18,12 +18,20 @@ from acc_lm.modeling.build import ModelFacts
 from acc_lm.modeling.flops import Flops, peak_of
 from acc_lm.redaction import printable
 from acc_lm.rows.order import RowOrder
-from acc_lm.run_files.names import PICTURE, SUMMARY
-from acc_lm.runtime import Identity, split_global_batch
+from acc_lm.run_files.log_file import append_lines
+from acc_lm.run_files.names import LOG, PICTURE, SUMMARY
+from acc_lm.runtime import Identity, Ranks, split_global_batch
 
 
 def start_block(
-    config: Config, identity: Identity, model: ModelFacts, data: Data, order: RowOrder, num_steps: int, tracking: str
+    config: Config,
+    identity: Identity,
+    ranks: Ranks,
+    model: ModelFacts,
+    data: Data,
+    order: RowOrder,
+    num_steps: int,
+    tracking: str,
 ) -> str:
     """Text that describes everything that determines the run, shown before its first step."""
     training = config.training
@@ -38,6 +46,7 @@ def start_block(
             "strategy",
             f"{identity.strategy}, {processes}, {identity.device}, {identity.precision}, {identity.threads} threads each",
         ),
+        ("processes", ranks.description),
         ("placement", identity.placement),
         (
             "global batch",
@@ -137,8 +146,8 @@ def _of_what(config: Config, identity: Identity, flops: Flops) -> str:
 class Bar:
     """Progress of the main process: a bar on a terminal, a plain line per logged step elsewhere."""
 
-    def __init__(self, num_steps: int, step: int, *, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, num_steps: int, step: int, output_dir: Path, *, enabled: bool) -> None:
+        self._enabled, self._output_dir = enabled, output_dir
         self._num_steps = num_steps
         self._first: int | None = None
         """Step after which time is counted, because the first step of a process takes longer than the others."""
@@ -160,15 +169,15 @@ class Bar:
         names = ("loss", "learning_rate", "tokens_per_second")
         loss, rate, speed = (metrics.get(f"train/{name}", math.nan) for name in names)
         mfu = f"  MFU {metrics['train/mfu']:.1%}" if "train/mfu" in metrics else ""
+        left, done = "", step - (self._first or step)
+        if done:
+            seconds = (time.monotonic() - self._start) / done * (self._num_steps - step)
+            left = f"  {_duration(seconds)} left"
+        line = f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{mfu}{left}"
         if self._plain:
-            left, done = "", step - (self._first or step)
-            if done:
-                seconds = (time.monotonic() - self._start) / done * (self._num_steps - step)
-                left = f"  {_duration(seconds)} left"
-            self.line(
-                f"step {step}/{self._num_steps}  loss {loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s{mfu}{left}"
-            )
+            self.line(line)
         else:
+            append_lines(self._output_dir, [line])
             self._bar.set_postfix_str(f"loss {loss:.4f}, lr {rate:.2e}, {speed:,.0f} tok/s{mfu}", refresh=False)
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
@@ -226,5 +235,7 @@ def closing_block(config: Config, data: Data, bits_per_byte: dict[str, float], f
     table = [f"  {names[name]:<12} {bits:7.4f}" for name, bits in sorted(bits_per_byte.items(), key=lambda row: row[1])]
     table = table or ["  none: the targets stand for no text"]
     parts.append("\n".join(["held-out text, bits per byte (lower is better):", *table]))
-    parts.append(f"model   {final}\ncurves  {final.parent / PICTURE}\nsummary {final.parent / SUMMARY}")
+    parts.append(
+        f"model   {final}\ncurves  {final.parent / PICTURE}\nsummary {final.parent / SUMMARY}\nlog     {final.parent / LOG}"
+    )
     return "\n\n".join(parts)

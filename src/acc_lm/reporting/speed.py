@@ -15,7 +15,7 @@ from acc_lm.modeling.flops import Flops, peak_of
 from acc_lm.progress import Progress
 from acc_lm.reporting.profiler import Profile
 from acc_lm.rows.batch import Batch
-from acc_lm.runtime import Identity, Memory, Pace
+from acc_lm.runtime import Gpus, Identity, Memory, Pace
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,6 +56,7 @@ class Speed:
         self.slow: str | None = None
         """Line that names a straggler, if the last `metrics` call found a process that holds up the others."""
         self._model = model
+        self.gpus = Gpus(accelerator)
 
     def __enter__(self) -> Speed:
         self._memory.watch_first_step(self._model)
@@ -118,6 +119,7 @@ class Speed:
             "seconds_communication": look.communication,
             "seconds_compute": step - look.data - look.waiting - look.communication,
             "memory_gb": self._memory.peak_gb,
+            **self.gpus.metrics(),
         }
         if self._peak is not None and not self._flops.unknown and self._computed[0]:
             values["mfu"] = look.total / (seconds * self._num_processes * self._peak.flops)

@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard through Accelerate's trackers, as observers: whatever they do, the run continues.
+"""Accelerate's trackers as observers: whatever they do, the run continues.
 
 `metrics.jsonl` is the record, trackers show it. A resumed run first sends them the lines that are in it, so trackers get
 every step exactly once and in order, in spite of kills, lost networks and skipped checkpoints:
@@ -7,6 +7,7 @@ every step exactly once and in order, in spite of kills, lost networks and skipp
 - W&B offline cannot resume, and the last lines of a killed process may be missing. So every start writes one folder with
   all steps that were not uploaded yet, which replaces the previous folder. There is never more than one to sync.
 - TensorBoard gets all steps again and discards all earlier files.
+- The others: `trackers`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import os
 import queue
 import shlex
 import shutil
-import sys
 import threading
-import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlparse
 
-from acc_lm.config import Config, flatten, learned_changes
-from acc_lm.redaction import printable, redact
+from acc_lm.config import Config, flatten
+from acc_lm.reporting.trackers import TAKES_TEXT, TRACKING_THREAD, Chain, Store, has_server, opening_of, warn
 from acc_lm.run_files import metrics_file
-from acc_lm.run_files.names import SAMPLES
+from acc_lm.run_files.names import SAMPLES, TRACKERS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,6 +43,20 @@ FINISH_SECONDS = 30.0
 """Seconds that the end of the run waits for trackers to finish writing and uploading."""
 
 
+@dataclass
+class Opened:
+    """One of Accelerate's trackers at work."""
+
+    tracker: Any
+    chain: Chain | None = None
+    """Steps that it has; None: it gets all of them."""
+    store: Store | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.tracker.name)
+
+
 class Tracking:
     """Metrics for the chosen trackers, sent from a thread: a tracker that is slow, hangs or raises costs one warning."""
 
@@ -51,7 +65,9 @@ class Tracking:
         self._rows: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
-        self._chain: WandbChain | None = None
+        self._opened: list[Opened] = []
+        self._sync: Path | None = None
+        """Only folder of W&B to sync; None unless W&B is offline and has ended."""
         self.description = "none"
 
     def start(self, config: Config, output_dir: Path, awaited: Callable[[int], set[str]]) -> None:
@@ -71,7 +87,10 @@ class Tracking:
         for row in known.items():
             self._rows.put(row)
         self._thread = threading.Thread(
-            target=self._work, args=(config, output_dir, awaited, max(known, default=0)), daemon=True
+            target=self._work,
+            args=(config, output_dir, awaited, max(known, default=0)),
+            name=TRACKING_THREAD,
+            daemon=True,
         )
         self._thread.start()
         if not self._ready.wait(START_SECONDS):
@@ -89,9 +108,9 @@ class Tracking:
         self._thread.join(FINISH_SECONDS)
         self._accelerator.trackers = []  # or Accelerate would end them again
         if self._thread.is_alive():
-            _warn(f"tracking did not end within {FINISH_SECONDS:.0f} s and was abandoned; metrics.jsonl is complete")
-        elif self._chain and self._chain.folder:
-            print(f"W&B was offline; once there is a network: wandb sync {shlex.quote(str(self._chain.folder))}")
+            warn(f"tracking did not end within {FINISH_SECONDS:.0f} s and was abandoned; metrics.jsonl is complete")
+        elif self._sync:
+            print(f"W&B was offline; once there is a network: wandb sync {shlex.quote(str(self._sync))}")
 
     def _work(self, config: Config, output_dir: Path, awaited: Callable[[int], set[str]], last_step: int) -> None:
         try:
@@ -109,99 +128,143 @@ class Tracking:
                 if awaited(step) <= metrics.keys():
                     self._send(step, metrics)
                     metrics = {}
-            for tracker in self._accelerator.trackers:
-                tracker.finish()
-            if self._chain and self._accelerator.trackers:
-                self._chain.finished()
+            self._end()
         except Exception as error:  # an observer must not stop a run, whatever it raises
-            self._give_up(error)
+            self._opened.clear()
+            self.description = "none (failed)"
+            warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl continues")
         finally:
             self._ready.set()
 
     def _open(self, config: Config, output_dir: Path, last_step: int) -> None:
-        report_to, accelerator = config.tracking.report_to, self._accelerator
+        """Open the trackers one after the other; one that fails leaves the others alone."""
         recipe = config.model_dump(mode="json")
+        installed = [str(name) for name in self._accelerator.log_with]  # Accelerate drops those that are not
+        names, failed = [], False
+        for name in config.tracking.report_to:
+            if name not in installed:
+                warn(f"{name} is not installed; metrics.jsonl is complete without it")
+                continue
+            try:
+                names.append(self._open_one(name, config, recipe, output_dir, last_step))
+            except Exception as error:
+                failed = True
+                warn(f"{name} stopped ({_first_words(error)}); metrics.jsonl continues")
+        self.description = ", ".join(names) or ("none (failed)" if failed else "none")
+
+    def _open_one(self, name: str, config: Config, recipe: dict[str, Any], output_dir: Path, last_step: int) -> str:
+        """Open a tracker; return its name and place for the start block."""
+        run_name = config.tracking.run_name or output_dir.resolve().name[-128:]  # the maximum length at W&B
+        if name == "wandb":
+            return self._open_wandb(config, recipe, output_dir, run_name, last_step)
+        if name == "tensorboard":
+            self._opened.append(Opened(self._started(name, config, recipe, output_dir / name, {"purge_step": 0})))
+            return name
+        place: Chain | Store
+        if has_server(name):
+            place = Chain(output_dir / TRACKERS / f"{name}.json", recipe, last_step)
+        else:
+            place = Store(output_dir, name)
+        opening = opening_of(name, run_name, place)
+        folder = place.folder if isinstance(place, Store) else output_dir
+        tracker = self._started(name, config, recipe, folder, opening.keywords)
+        if isinstance(place, Chain):
+            place.name(opening.id_of(tracker.tracker))
+            self._opened.append(Opened(tracker, chain=place))
+            return name
+        self._opened.append(Opened(tracker, store=place))
+        return f"{name} in {place.folder}"
+
+    def _open_wandb(
+        self, config: Config, recipe: dict[str, Any], output_dir: Path, run_name: str, last_step: int
+    ) -> str:
+        mode, why = wandb_mode()
+        chain = WandbChain(output_dir / "wandb" / "chain.json", recipe, last_step) if mode != "disabled" else None
+        arguments = _wandb_arguments(output_dir, run_name, mode, chain)
+        shown = f"wandb {mode}" + (f" ({why})" if why else "")
+        try:
+            tracker = self._started("wandb", config, recipe, output_dir, arguments)
+        except Exception as error:  # online, anything may fail; offline it must work
+            if mode != "online":
+                raise
+            warn(f"W&B cannot be reached ({_first_words(error)}); it continues offline")
+            import wandb
+
+            wandb.teardown()  # its process still holds the run's id
+            tracker = self._started("wandb", config, recipe, output_dir, arguments | {"mode": "offline"})
+            shown = f"wandb offline (online failed: {type(error).__name__})"
+        tracker.tracker.define_metric("train/global_step")
+        tracker.tracker.define_metric("*", step_metric="train/global_step")
+        if chain:
+            chain.opened(tracker.tracker)
+        self._opened.append(Opened(tracker, chain=chain))
+        return shown
+
+    def _started(
+        self, name: str, config: Config, recipe: dict[str, Any], folder: Path, keywords: dict[str, Any]
+    ) -> Any:
+        """Let Accelerate start one tracker, and give it the recipe.
+
+        Args:
+            folder: for the trackers of which Accelerate chooses the folder.
+        """
+        accelerator = self._accelerator
         # TensorBoard accepts only numbers and strings.
         values = {
             key: value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
             for key, value in flatten(recipe).items()
         }
-        project, names = config.tracking.project, [str(name) for name in report_to if name != "wandb"]
-        init_kwargs: dict[str, dict[str, Any]] = {"tensorboard": {"purge_step": 0}}
-        if "wandb" in map(str, accelerator.log_with):  # Accelerate drops trackers that are not installed
-            mode, why = wandb_mode()
-            if mode != "disabled":
-                self._chain = WandbChain(output_dir, recipe, last_step)
-            run_name = config.tracking.run_name or output_dir.resolve().name[-128:]  # the maximum length at W&B
-            init_kwargs["wandb"] = _wandb_arguments(output_dir, run_name, mode, self._chain)
-            names.append(f"wandb {mode}" + (f" ({why})" if why else ""))
+        all_names = accelerator.log_with
+        accelerator.log_with = [known for known in all_names if str(known) == name]
+        accelerator.project_configuration.logging_dir = str(folder)
         try:
-            accelerator.init_trackers(project, values, init_kwargs)
-        except Exception as error:  # online, anything may fail; offline it must work
-            if init_kwargs.get("wandb", {}).get("mode") != "online":
-                raise
-            _warn(f"W&B cannot be reached ({_first_words(error)}); it continues offline")
-            accelerator.trackers.clear()
-            import wandb
-
-            wandb.teardown()  # its process still holds the run's id
-            init_kwargs["wandb"]["mode"] = "offline"
-            accelerator.init_trackers(project, values, init_kwargs)
-            names[-1] = f"wandb offline (online failed: {type(error).__name__})"
-        missing = set(report_to) - {tracker.name for tracker in accelerator.trackers}
-        if missing:
-            names = [name for name in names if name.split()[0] not in missing]
-            _warn(f"{', '.join(sorted(missing))} is not installed; metrics.jsonl is complete without it")
-        for tracker in accelerator.trackers:
-            if tracker.name == "wandb":
-                tracker.tracker.define_metric("train/global_step")
-                tracker.tracker.define_metric("*", step_metric="train/global_step")
-                if self._chain:
-                    self._chain.opened(tracker.tracker)
-        self.description = ", ".join(names) or "none"
+            accelerator.init_trackers(config.tracking.project, values, {name: keywords})
+            return accelerator.trackers[-1]
+        finally:
+            accelerator.log_with, accelerator.trackers = all_names, []  # ended here, and not by Accelerate again
 
     def _send(self, step: int, metrics: dict[str, Any]) -> None:
-        for tracker in self._accelerator.trackers if metrics else ():
-            if tracker.name != "wandb" or not self._chain or self._chain.takes(step):
-                tracker.log({"train/global_step": step, **metrics, **_shown(metrics, tracker.name)}, step=step)
+        for opened in list(self._opened) if metrics else ():
+            try:
+                if opened.chain is None or opened.chain.takes(step):
+                    values = {"train/global_step": step, **_shown(metrics, opened.name)}
+                    opened.tracker.log(values, step=step)
+            except Exception as error:
+                self._give_up(opened, error)
 
-    def _give_up(self, error: Exception) -> None:
-        self.description, self._chain = "none (failed)", None
-        self._accelerator.trackers.clear()
-        _warn(f"tracking stopped ({_first_words(error)}); metrics.jsonl continues")
+    def _end(self) -> None:
+        for opened in list(self._opened):
+            try:
+                opened.tracker.finish()
+                if opened.store:
+                    opened.store.complete()
+                if isinstance(opened.chain, WandbChain):
+                    opened.chain.finished()
+                    self._sync = opened.chain.folder
+            except Exception as error:
+                self._give_up(opened, error)
+
+    def _give_up(self, opened: Opened, error: Exception) -> None:
+        self._opened.remove(opened)
+        warn(f"{opened.name} stopped ({_first_words(error)}); metrics.jsonl continues")
 
 
-class WandbChain:
-    """One W&B run over all starts of a training: its id and the steps that it has, kept in `wandb/chain.json`."""
+class WandbChain(Chain):
+    """One W&B run over all starts of a training; offline, also the steps that were uploaded from earlier folders."""
 
-    def __init__(self, output_dir: Path, recipe: dict[str, Any], last_step: int) -> None:
-        self._file = output_dir / "wandb" / "chain.json"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "sent": 0, "uploaded": 0}
-        try:
-            before = json.loads(self._file.read_text())
-            resume, resume_before = recipe["checkpoint"]["resume"], before["recipe"]["checkpoint"]["resume"]
-            is_same = not learned_changes(before["recipe"], recipe) and resume in ("auto", resume_before)
-            # W&B accepts no earlier step: a changed training that begins before the last step sent gets a new run there.
-            if is_same or before["sent"] <= last_step:
-                self._state = {key: before[key] for key in self._state}
-        except FileNotFoundError:
-            pass
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a power cut can leave it empty
-            _warn(f"{self._file} cannot be read; W&B gets a new run with the full history")
-        self._state["recipe"] = recipe
+    fresh: ClassVar[dict[str, Any]] = {"sent": 0, "uploaded": 0}
+    shown_name = "W&B"
+
+    def __init__(self, file: Path, recipe: dict[str, Any], last_step: int) -> None:
+        super().__init__(file, recipe, last_step)
         folders = self._file.parent.glob(f"offline-run-*-{self.id}*")
         self._replaced = [folder for folder in folders if not list(folder.glob("*.wandb.synced"))]
         if not self._replaced:  # the last start was online, or its folder was uploaded
             self._state["uploaded"] = self._state["sent"]
         self._first = self._state["uploaded"] + 1
-        self._save()
+        self.save()
         self.folder: Path | None = None
         """Only folder to sync; None unless W&B is offline."""
-
-    @property
-    def id(self) -> str:
-        return str(self._state["id"])
 
     def opened(self, run: Any) -> None:
         """Register the opened run: find the steps that it still needs, and rename the folders that it replaces."""
@@ -216,19 +279,6 @@ class WandbChain:
         """Delete the folders that the finished run has replaced: all their steps are in its own."""
         for folder in self._file.parent.glob(f"replaced-offline-run-*-{self.id}*"):
             shutil.rmtree(folder, ignore_errors=True)
-
-    def takes(self, step: int) -> bool:
-        """Test whether W&B lacks this step, and record it before it is sent, so that it is never sent again."""
-        if step < self._first:
-            return False
-        self._state["sent"] = step
-        self._save()
-        return True
-
-    def _save(self) -> None:
-        temporary = self._file.with_name(".chain.json")
-        temporary.write_text(json.dumps(self._state))
-        os.replace(temporary, self._file)
 
 
 def _wandb_arguments(output_dir: Path, run_name: str, mode: str, chain: WandbChain | None) -> dict[str, Any]:
@@ -281,22 +331,21 @@ def _has_wandb_key(host: str) -> bool:
 
 
 def _shown(metrics: dict[str, Any], tracker: str) -> dict[str, Any]:
-    """Samples in the form that a tracker takes: a table for W&B, else Markdown."""
+    """Metrics of a step in the form that a tracker takes, with samples as a table for W&B, as Markdown, or without them."""
     samples = metrics.get("samples")
     if not samples:
-        return {}
+        return metrics
+    values = {name: value for name, value in metrics.items() if name != "samples"}
     if tracker == "wandb":
         import wandb
 
         columns = ["step", "prompt", "text"]
-        return {"samples": wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in samples])}
-    parts = [f"    {line}" for row in samples for line in (row["prompt"] + " ⟶ " + row["text"]).split("\n") + [""]]
-    return {"samples": "\n".join(parts)}
+        values["samples"] = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in samples])
+    elif tracker in TAKES_TEXT:
+        parts = [f"    {line}" for row in samples for line in (row["prompt"] + " ⟶ " + row["text"]).split("\n") + [""]]
+        values["samples"] = "\n".join(parts)
+    return values
 
 
 def _first_words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {printable(redact(text))}", file=sys.stderr, flush=True)

@@ -7,5 +7,6 @@ differences   differences between the curves of two runs, and the tolerance of r
 charts        lines, levels and marks of the charts of one or several runs
 curves        training_curves.png
 summary       summary.json: how a run ended
+log_file      train.log: lines of the terminal, with time and rank
 output_dir    the output folder of a run, locked for one run at a time
 """

@@ -14,11 +14,22 @@ from typing import IO
 
 from acc_lm.errors import ConfigError, warn_once
 from acc_lm.launcher import is_main_process
-from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, METRICS, PICTURE, RECIPE, SAMPLES, SUMMARY
+from acc_lm.run_files.names import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    FINAL,
+    LOG,
+    METRICS,
+    PICTURE,
+    RECIPE,
+    SAMPLES,
+    SUMMARY,
+    TRACKERS,
+)
 from acc_lm.run_files.summary import read_json_file, read_summary
 
 LOCK = ".lock"
-WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png)|tokenizer|(tmp-)?final")
+WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png|train\.log)|tokenizer|(tmp-)?final")
 """Names that a run writes, except for the folders of checkpoints and trackers, which may be links to another disk."""
 FILES = (
     RECIPE,
@@ -27,9 +38,10 @@ FILES = (
     SAMPLES,
     SUMMARY,
     PICTURE,
+    LOG,
     LOCK,
 )
-FOLDERS = (CHECKPOINTS, FINAL, "tmp-final", "tokenizer", "profile")
+FOLDERS = (CHECKPOINTS, FINAL, "tmp-final", "tokenizer", "profile", TRACKERS)
 
 
 @contextlib.contextmanager

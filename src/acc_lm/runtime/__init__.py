@@ -52,6 +52,7 @@ from acc_lm.runtime.launch.layout import (
     launch_words,
     placement_of,
 )
+from acc_lm.runtime.launch.ranks import Ranks, find_ranks
 from acc_lm.runtime.launch.request import split_global_batch
 from acc_lm.runtime.launch.threads import choose_threads, keep_threads
 from acc_lm.runtime.monitoring.bandwidth import (
@@ -65,6 +66,7 @@ from acc_lm.runtime.monitoring.bandwidth import (
     time_collective,
     wait_for,
 )
+from acc_lm.runtime.monitoring.gpus import Gpus
 from acc_lm.runtime.monitoring.live_bytes import LiveBytes, RehearsedBytes
 from acc_lm.runtime.monitoring.memory import Memory, fit_micro_batch, peak_memory_gb
 from acc_lm.runtime.monitoring.peers import Peers
@@ -73,7 +75,7 @@ from acc_lm.runtime.monitoring.step_cost import MEASURED_FILE, measure_step
 from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
-from acc_lm.runtime.settings.config_file import without_launch
+from acc_lm.runtime.settings.config_file import shareable_config, without_launch
 from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, repeats_losses
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
@@ -92,6 +94,7 @@ __all__ = [
     "WITH_LAYERS_IN_PARTS",
     "WITH_ROWS_IN_PARTS",
     "Compute",
+    "Gpus",
     "Gradients",
     "Identity",
     "LiveBytes",
@@ -100,6 +103,7 @@ __all__ = [
     "Peers",
     "Piece",
     "Placement",
+    "Ranks",
     "Rectangle",
     "RehearsedBytes",
     "Traffic",
@@ -120,6 +124,7 @@ __all__ = [
     "data_parallel",
     "environment",
     "explain",
+    "find_ranks",
     "fit_micro_batch",
     "forget",
     "full_precision",
@@ -151,6 +156,7 @@ __all__ = [
     "release_gathered",
     "repeats_losses",
     "seconds_of_slowest",
+    "shareable_config",
     "shares_layers",
     "split_global_batch",
     "start_state",

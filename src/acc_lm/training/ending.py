@@ -12,6 +12,7 @@ from acc_lm.checkpointing import resuming, rotation
 from acc_lm.errors import EXIT_PREEMPTED
 from acc_lm.evaluation.held_out import Evaluation
 from acc_lm.export.export import export_model
+from acc_lm.export.hub import push_or_explain
 from acc_lm.progress import Progress
 from acc_lm.reporting.console import closing_block
 from acc_lm.run_files import metrics_file
@@ -67,6 +68,9 @@ def finish(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) 
         facts |= {"exported_step": step, "bits_per_byte": bits_per_byte, "final": final}
         write_summary(run.output_dir, status="completed", exit_code=0, reason=ended.early_stop, **facts)
         report.say([closing_block(run.config, run.data, bits_per_byte, final)])
+    name = run.config.export.push_to_hub
+    if name:  # last, so that nothing is lost with it
+        runtime.on_main(run.accelerator, lambda: report.say([push_or_explain(final, name)]), takes_long=True)
     return 0
 
 
@@ -83,8 +87,9 @@ def weights_to_export(run: Run, report: Reporter, ended: Ended, check: Callable[
 
 def facts_of(run: Run, ended: Ended) -> dict[str, Any]:
     """Content of `summary.json` for this run, without its status. Every process calls."""
-    metric = run.config.checkpoint.best_metric
+    metric, energy = run.config.checkpoint.best_metric, run.speed.gpus.energy_wh()
     return {
+        **runtime.find_ranks(run.accelerator).facts,
         **ended.progress.facts,
         "num_steps": run.plan.num_steps,
         "tokens_per_second": (ended.progress.tokens - run.start.progress.tokens) / ended.seconds,
@@ -97,4 +102,5 @@ def facts_of(run: Run, ended: Ended) -> dict[str, Any]:
         "eval_files": run.data.facts.eval_files,
         "peak_memory_gb": runtime.gather_objects(run.accelerator, run.memory.peak_gb),
         "peak_memory_gb_by_phase": runtime.gather_objects(run.accelerator, run.memory.phases),
+        **({} if energy is None else {"energy_wh": energy}),
     }

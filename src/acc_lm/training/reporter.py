@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from acc_lm import runtime
 from acc_lm.config import Mode
 from acc_lm.evaluation.held_out import Evaluation
 from acc_lm.redaction import printable
@@ -29,9 +30,13 @@ class Reporter:
         if mode == Mode.TRAIN:
             self._tracking.start(config, run.output_dir, plan.due.metrics)
         trackers = self._tracking.description
-        block = start_block(config, run.identity, run.model_facts, run.data, plan.order, plan.num_steps, trackers)
+        ranks = runtime.find_ranks(run.accelerator)
+        block = start_block(
+            config, run.identity, ranks, run.model_facts, run.data, plan.order, plan.num_steps, trackers
+        )
         self.say([block, *map(printable, run.start.notes)])
-        self._bar = Bar(plan.num_steps, run.start.progress.step, enabled=run.is_main and mode != Mode.DRY_RUN)
+        enabled = run.is_main and mode != Mode.DRY_RUN
+        self._bar = Bar(plan.num_steps, run.start.progress.step, run.output_dir, enabled=enabled)
 
     def step_done(self, step: int) -> None:
         self._bar.advance(step)

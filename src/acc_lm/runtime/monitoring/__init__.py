@@ -2,6 +2,7 @@
 
 peers         the other processes: same code and recipe, deaths, hangs
 live_bytes    bytes of all tensors, counted as they come and go
+gpus          memory, utilization and energy of every GPU, by NVML
 memory        peak memory, a micro-batch that fits, remedies when there is not enough
 step_timing   time spent waiting for data and for other processes, stragglers
 exposed_communication  stalls of computation until other processes have sent something

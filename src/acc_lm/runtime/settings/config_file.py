@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import io
 import os
 import re
 from argparse import Namespace
@@ -90,6 +91,32 @@ def config_file() -> Path | None:
 
     default = Path(default_config_file)
     return default if default.is_file() and not arguments.cpu else None
+
+
+def shareable_config() -> str | None:
+    """Text of this launch's Accelerate config without addresses and paths of its machines; None for a launch without one."""
+    file = config_file()
+    if file is None:
+        return None
+    safe = YAML(typ="safe", pure=True)
+    safe.default_flow_style = False
+    text = io.StringIO()
+    try:
+        safe.dump(_without_machine(safe.load(file.read_text(encoding="utf-8"))), text)
+    except (OSError, ValueError, YAMLError):  # it may have changed since the start
+        return None
+    return text.getvalue()
+
+
+def _without_machine(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: _without_machine(value)
+        for key, value in values.items()
+        if not re.search(r"_(ip|port|hostfile|file|path)$|^tpu_|^command", str(key))
+        and not (isinstance(value, str) and "/" in value)
+    }
 
 
 def without_launch(environment: Mapping[str, str]) -> dict[str, str]:
