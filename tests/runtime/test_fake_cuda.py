@@ -68,7 +68,13 @@ def handed_over(
     environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
     environment |= launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
     environment.pop("ACCELERATE_USE_CPU", None)  # with a GPU the launcher would not set it
-    places = {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    places = {
+        "RANK": "0",
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     environment |= places | {"MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "PYTHONPATH": paths}
     command = [sys.executable, str(ROOT / "tests/support/fake_engines.py"), json.dumps(recipe)]
