@@ -16,8 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 RULES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 

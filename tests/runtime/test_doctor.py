@@ -105,7 +105,7 @@ REFUSED = {
     "FSDP1": (f"{FSDP}  fsdp_version: 1\n", [], "fsdp_version must be 2, got 1"),
     "a second switch": (f"{FSDP}  fsdp_version: 2\n  fsdp_activation_checkpointing: true\n", [], "fsdp_activation_checkpointing must be false"),
     "a mesh that does not fit": (f"{FSDP}  fsdp_version: 2\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n", ["--num_processes", "3"], "got dp_replicate_size 1 x dp_shard_size 2 for 3 processes"),
-    "tensor parallel": (f"{FSDP}  fsdp_version: 2\nparallelism_config:\n  parallelism_config_tp_size: 2\n", [], "parallelism_config_tp_size must be 1, got 2"),
+    "tensor parallel": (f"{FSDP}  fsdp_version: 2\nparallelism_config:\n  parallelism_config_tp_size: 2\n", [], "parallelism_config_dp_shard_size must be at least 2 under FSDP2, got 1"),
     "ZeRO stage 0": (f"{DEEPSPEED}  zero_stage: 0\n", [], "must be 1, 2 or 3, got 0"),
     "no such JSON": (f"{DEEPSPEED}  deepspeed_config_file: nowhere.json\n", [], "deepspeed_config_file must exist, got 'nowhere.json'"),
     "a scheduler by hand": (f"{DEEPSPEED}  deepspeed_config_file: ds.json\n", [], "scheduler must be left out, got one"),

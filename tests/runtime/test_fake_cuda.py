@@ -57,18 +57,26 @@ def test_no_step_waits_for_a_gpu_or_copies_from_unpinned_memory(name: str, hub: 
     )
 
 
-def handed_over(config: str, precision: str, **distributed: Any) -> dict[str, Any]:
-    """Arguments that the engine of a config gets from process 0 of 8, each with a GPU; one optimizer step is 2 micro-batches of 1 row."""
+def handed_over(
+    config: str, precision: str, model: str = "llama", count: int = 8, **distributed: Any
+) -> dict[str, Any]:
+    """Arguments that the engine of a config gets from process 0 of `count`, each with a GPU; one optimizer step is 2 micro-batches of 1 row."""
     recipe = {
-        "output_dir": "unused", "model": {"config": MODELS["llama"]}, "tokenizer": {"kind": "byte"},
+        "output_dir": "unused", "model": {"config": MODELS[model]}, "tokenizer": {"kind": "byte"},
         "data": {"source": "synthetic", "sequence_length": 16}, "tracking": {"report_to": []}, "distributed": distributed,
         "training": {"max_steps": 1, "global_batch_size": 16, "micro_batch_size": 1, "mixed_precision": precision},
         "optimizer": {"max_grad_norm": 0.7}, "schedule": {"name": "constant"},
     }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
-    environment |= launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", 8)
+    environment |= launcher_environment(ROOT / f"accelerate_configs/{config}.yaml", count)
     environment.pop("ACCELERATE_USE_CPU", None)  # with a GPU the launcher would not set it
-    places = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    places = {
+        "RANK": "0",
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     environment |= places | {"MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "PYTHONPATH": paths}
     command = [sys.executable, str(ROOT / "tests/support/fake_engines.py"), json.dumps(recipe)]
@@ -90,6 +98,13 @@ def test_ddp_on_gpus_gets_the_recipes_arguments(config: str, parts: int) -> None
         "device_ids": [0], "output_device": 0, "bucket_cap_mb": 50, "gradient_as_bucket_view": True, "static_graph": True
     }  # fmt: skip
     assert seen["hook"] == "fp16_compress_hook"
+
+
+@pytest.mark.slow
+def test_layers_in_parts_on_gpus_are_not_wrapped_in_ddp() -> None:
+    seen = handed_over("tensor_parallel", "bf16", "wide", 2)
+    assert (seen["parts"], seen["layers"]) == (1, 2)
+    assert "ddp" not in seen
 
 
 CASES = {

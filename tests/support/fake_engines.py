@@ -35,6 +35,7 @@ def main(recipe: dict[str, Any]) -> None:
     from acc_lm.config import Config
     from acc_lm.modeling.build import build_model
     from acc_lm.optimization.optimizer import build_optimizer
+    from acc_lm.runtime.engines.tensor_parallel import layer_parts
     from acc_lm.text.tokenizer import make_tokenizer
 
     config = Config.model_validate(recipe)
@@ -78,7 +79,7 @@ def main(recipe: dict[str, Any]) -> None:
         model, _ = build_model(config.model, tokenizer, config.data.sequence_length, 0)
         with contextlib.suppress(Handed):
             runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
-            seen["parts"] = model.row_parts.size
+            seen["parts"], seen["layers"] = model.row_parts.size, layer_parts(model).size
         seen["device"] = str(accelerator.device)
     print("\n" + json.dumps(seen, default=str))
 

@@ -96,9 +96,12 @@ def train_step(
                 grad_norm = gradients.clip(max_grad_norm, optimizer)
                 optimizer.step()
                 gradients.drop()
-    return StepResult(
-        torch.zeros_like(nll) if repeats_losses(accelerator) else nll, grad_norm, num_targets, router_loss
-    )
+    return StepResult(_counted_once(accelerator, nll), grad_norm, num_targets, router_loss)
+
+
+def _counted_once(accelerator: Accelerator, nll: Tensor) -> Tensor:
+    """Sum of the losses of this process's targets, or 0 if another process counts them."""
+    return torch.zeros_like(nll) if repeats_losses(accelerator) else nll
 
 
 def _count_choices(
