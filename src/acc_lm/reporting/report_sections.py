@@ -313,7 +313,15 @@ def starts_of(record: RunRecord) -> list[Part]:
     for before, start in zip([None, *record.starts], record.starts, strict=False):
         changed = [
             name
-            for name in ("strategy", "num_processes", "rows_in_parts", "precision", "device", "threads")
+            for name in (
+                "strategy",
+                "num_processes",
+                "rows_in_parts",
+                "layers_in_parts",
+                "precision",
+                "device",
+                "threads",
+            )
             if _changed(before, start, name)
         ]
         facts = start.facts
