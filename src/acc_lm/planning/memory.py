@@ -163,7 +163,7 @@ def _gathered(probe: Probe, placement: Placement) -> _Gathered:
         return _Gathered(whole, whole - head + at_head, rest + reduced_head, rest - block + reduced, reduced)
     if placement.gathers == "limited":
         live = size * min(counts.total, KEPT + counts.head + 2 * PREFETCHED, MAX_LIVE)
-        again = size * min(counts.total - counts.head, PREFETCHED)  # what arrives at a time has a second copy
+        again = size * min(counts.total, PREFETCHED)  # what arrives at a time has a second copy
         back = live + again if counts.total > KEPT else live - (head - tied)
         return _Gathered(live + again, live, back, back, live)
     return _Gathered()
