@@ -105,6 +105,17 @@ def test_a_log_that_cannot_be_written_costs_nothing(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "said\nto a pipe that has no reader\n"
 
 
+def test_a_log_that_another_process_or_a_killed_start_has_begun_is_no_reason_to_refuse(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    log_file.append_lines(tmp_path / "run", ["of a start that was killed before it wrote anything else"])
+    run_training([*tiny, "training.max_steps=1"])
+    lines = log_of(tmp_path / "run")
+    assert lines[0] == (0, "of a start that was killed before it wrote anything else")
+    assert len(lines) > 10
+
+
 def test_a_users_file_of_that_name_is_left_alone(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/train.log").write_text("mine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,18 @@ def append_lines(output_dir: Path, lines: Iterable[str]) -> None:
             os.write(descriptor, text.encode(errors="backslashreplace"))
         finally:
             os.close(descriptor)
+
+
+def is_own_log(file: Path) -> bool:
+    """True for a log that a start of a run has begun: another of its processes may be first, and a kill leave nothing else."""
+    if not file.is_file():  # opening a pipe would wait for its other end
+        return False
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            first = lines.readline(200)
+    except OSError:
+        return False
+    return not first or re.match(r"\d{4}-\d\d-\d\dT[\d:+]+ rank \d+  ", first) is not None
 
 
 class CopiedStream:

@@ -14,6 +14,7 @@ from typing import IO
 
 from acc_lm.errors import ConfigError, warn_once
 from acc_lm.launcher import is_main_process
+from acc_lm.run_files.log_file import is_own_log
 from acc_lm.run_files.names import (
     CHECKPOINTS,
     ENVIRONMENT,
@@ -153,7 +154,8 @@ def check_output_dir(output_dir: Path) -> None:
             )
     if is_run_folder(output_dir):
         return
-    there = [name for name in (*FILES, *FOLDERS) if _holds_something(output_dir / name) and name != LOCK]
+    own = (LOCK, LOG) if is_own_log(output_dir / LOG) else (LOCK,)
+    there = [name for name in (*FILES, *FOLDERS) if _holds_something(output_dir / name) and name not in own]
     if there:
         raise ConfigError(
             f"output_dir must be a new folder or that of a run, got {output_dir}, which holds {', '.join(there)} that no run of acc-lm wrote; "
