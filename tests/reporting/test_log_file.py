@@ -110,7 +110,7 @@ def test_a_log_that_another_process_or_a_killed_start_has_begun_is_no_reason_to_
 ) -> None:
     (tmp_path / "run").mkdir()
     log_file.append_lines(tmp_path / "run", ["of a start that was killed before it wrote anything else"])
-    run_training([*tiny, "training.max_steps=1"])
+    run_training([*tiny, "training.max_steps=2"])
     lines = log_of(tmp_path / "run")
     assert lines[0] == (0, "of a start that was killed before it wrote anything else")
     assert len(lines) > 10
