@@ -127,7 +127,6 @@ def test_a_dry_run_that_fails_is_one_line(
         (["--gpus", "H100", "--processes", "2"], "--processes must be a positive number of CPU processes"),
         (["--measure", "--processes", "0"], "--processes must be a positive number of CPU processes"),
         (["--measure", "--config", "nothing"], "must be an Accelerate config"),
-        (["--measure", "--config", "sequence_parallel"], "--config must be one whose processes hold whole rows"),
         (["--measure", "--html", "page.html"], "--html must come with --gpus"),
     ],
 )

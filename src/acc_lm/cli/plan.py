@@ -129,7 +129,7 @@ def _plan(known: argparse.Namespace, config: Config, recipe: str | None, file: s
         pinned = any(word.startswith("training.micro_batch_size=") for word in overrides)
         probe = Probe(config, vocabulary_of(config))
         micro_batch_size = config.training.micro_batch_size if pinned else None
-        found = make_plan(config, probe, machine, micro_batch_size, known.only)
+        found = make_plan(config, probe, machine, micro_batch_size, known.only, every=known.all)
         if known.html is not None:
             planned = Planned(
                 path_of(recipe), overrides, config, probe, machine, micro_batch_size, known.only, known.price

@@ -152,13 +152,20 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config, probe: Probe, machine: Machine, micro_batch_size: int | None, only: str | None
+    config: Config,
+    probe: Probe,
+    machine: Machine,
+    micro_batch_size: int | None,
+    only: str | None,
+    *,
+    every: bool = False,
 ) -> RunPlan:
     """Plan a recipe.
 
     Args:
         micro_batch_size: the only one to consider; None: every divisor of a process's rows.
         only: name or file of the only Accelerate config to consider.
+        every: measure candidates, too, that are slower than one of the same config that fits, which takes several times as long.
 
     Raises:
         ConfigError: the GPUs are uneven, the global batch cannot be divided among them, or no plan is made for `only`.
@@ -184,7 +191,7 @@ def make_plan(
         except ConfigError as error:  # heads that do not divide over so many
             refused = error
             continue
-        found += _of_launch(config, probe, machine, shape, (order, name, parts), micro_batch_size)
+        found += _of_launch(config, probe, machine, shape, (order, name, parts), micro_batch_size, every)
     if not found and refused is not None:
         raise refused if config.training.global_batch_size % machine.num_gpus == 0 else _uneven(config, machine)
     steps, wanted = config.training.max_steps, config.training.micro_batch_size
@@ -234,8 +241,9 @@ def _of_launch(
     shape: Shape | None,
     launch: tuple[int, str, int],
     micro_batch_size: int | None,
+    every: bool,
 ) -> list[Candidate]:
-    """All candidates of one config with one division of the rows."""
+    """Candidates of one config with one division of the rows, without those that cannot be chosen unless `every`."""
     order, name, parts = launch
     length = config.data.sequence_length
     rows = config.training.global_batch_size * parts // machine.num_gpus
@@ -257,22 +265,46 @@ def _of_launch(
     ratio = None
     if shape is not None and placement.processes_of_reader == 1:
         ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement))
-    found = []
+    found: dict[int, Candidate] = {}
+    enough, names = 0.0, list(SWITCH)
+    roomy: set[int] = set()  # kinds of checkpointing of faster candidates with room
+    for index, (time, checkpointing, size, compiled) in _timed(config, machine, shape, placement, sizes, rows, ratio):
+        speed = time.tokens_per_second.middle if time else 0.0
+        if speed < AS_FAST * enough and not every:
+            break  # all that follow are slower still
+        if any(kind < names.index(checkpointing) for kind in roomy) and not every:
+            continue  # slower and less simple
+        memory = memory_of(probe, placement, size, rows // size, checkpointing)
+        fits = memory.verdict(machine.memory)
+        if fits != "no" and memory.host > machine.host_memory:
+            fits = "host"
+        if time is not None and fits == "yes":
+            enough = max(enough, speed)
+            roomy |= {names.index(checkpointing)} if memory.middle <= ROOM * machine.memory else set()
+        found[index] = Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
+    return [found[index] for index in sorted(found)]
+
+
+def _timed(
+    config: Config,
+    machine: Machine,
+    shape: Shape | None,
+    placement: Placement,
+    sizes: list[int],
+    rows: int,
+    ratio: float | None,
+) -> list[tuple[int, tuple[StepTime | None, Checkpointing, int, bool]]]:
+    """Combinations of checkpointing, micro-batch and compilation with their step, numbered, the fastest first."""
+    found: list[tuple[StepTime | None, Checkpointing, int, bool]] = []
     for checkpointing in SWITCH:
         for size in sizes:
-            memory = memory_of(probe, placement, size, rows // size, checkpointing)
-            fits = memory.verdict(machine.memory)
-            if fits != "no" and memory.host > machine.host_memory:
-                fits = "host"
             for compiled in (False, True) if can_compile(placement) else (False,):
                 time = None
                 if shape is not None:
                     work = work_of(config, placement, size, rows // size, checkpointing, compiled=compiled)
                     time = step_time(shape, machine.gpu, layout_of(placement), work, machine.network, ratio)
-                found.append(
-                    Candidate(placement, order, size, rows // size, checkpointing, compiled, memory, fits, time)
-                )
-    return found
+                found.append((time, checkpointing, size, compiled))
+    return sorted(enumerate(found), key=lambda each: -(each[1][0].tokens_per_second.middle if each[1][0] else 0.0))
 
 
 def compute_dtype(config: Config, placement: Placement) -> str:
