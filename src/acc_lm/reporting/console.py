@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -153,6 +154,8 @@ class Bar:
         """Step after which time is counted, because the first step of a process takes longer than the others."""
         self._start = 0.0
         self._plain = enabled and not sys.stderr.isatty()
+        # A lock of this process alone: tqdm's own is shared with the processes of a fork, and a killed one keeps it for ever.
+        tqdm.set_lock(threading.RLock())
         self._bar = tqdm(
             total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not enabled or self._plain
         )
