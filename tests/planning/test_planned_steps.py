@@ -29,6 +29,14 @@ ENGINES = {
 }  # fmt: skip
 WORST = {"hsdp": 0.04, "deepspeed_zero3": 0.021}
 """Error in the largest number of bytes where it is more than 2 %: a model that is nearly all state, and no activations."""
+LEFT_TO_ALL = (
+    "ddp_sequence",
+    "deepspeed_zero3_sequence",
+    "tensor_parallel",
+    "fsdp2_grad_op",
+    "deepspeed_zero3_offload",
+)
+"""Engines whose parts are all in another one's case."""
 VOCABULARY, ACCUMULATION = 257, 2
 
 
@@ -94,7 +102,9 @@ def real_steps(config: Config) -> dict[str, float]:
         pytest.param("bf16", False, 1, 16, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LEFT_TO_ALL)) for name in ENGINES]
+)
 def test_a_plan_is_what_a_real_step_holds_and_sends(
     name: str, precision: str, checkpointing: Any, rows: int, length: int
 ) -> None:
