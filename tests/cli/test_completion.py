@@ -14,7 +14,7 @@ TYPED = {
     "data show chat_own": {"chat_own_files_lora"},
     "data show --ht": {"--html"},
     "train data.max": {"data.max_tokens=", "data.max_lossy_share="},
-    "launch fsdp2_": {"fsdp2_grad_op", "fsdp2_offload"},
+    "launch fsdp2_": {"fsdp2_grad_op", "fsdp2_offload", "fsdp2_tensor_parallel"},
     "launch fsdp2 pretrain_syn": {"pretrain_synthetic"},
     "doctor --config_file multi": {"multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3"},
     "recipes --show quick": {"quickstart"},

@@ -11,7 +11,7 @@ from acc_lm.run_files.metrics_file import read
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    others = ("metrics.jsonl", "training_curves.png")
+    others = ("metrics.jsonl", "training_curves.png", "train.log")
     return {
         str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name not in others
     }

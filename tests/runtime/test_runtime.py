@@ -241,7 +241,7 @@ def test_an_impossible_launch_is_one_line_and_exit_code_4_before_any_loading(
     assert "; " in line, "what to change"
     assert "Traceback" not in finished.output
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "environment_error"
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"summary.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"summary.json", "train.log"}
     if environment and not (tmp_path / "launch.yaml").exists():
         return  # no config requests that
     file = (
