@@ -103,7 +103,8 @@ def placement_of(
     options = [] if num_processes is None else ["--num_processes", str(num_processes)]
     options += [] if num_machines is None else ["--num_machines", str(num_machines)]
     if (num_machines or 1) > 1:
-        options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
+        # Port 0: a plan launches nothing, so a port that a run on this machine uses is none of its problems.
+        options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0"]
     if num_processes is not None and parts is not None:
         options += _words_for_parts(file.stem, num_processes, parts)
     with launched(file, options) as typed:
