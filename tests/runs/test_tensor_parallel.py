@@ -65,14 +65,15 @@ def facts_of_a_step(accelerator: Any, model: Any, optimizer: Any, config: Any) -
     with Traffic() as traffic:
         train_step(accelerator, model, optimizer, batches, **keywords)
     of_layers = [call for call in traffic.calls if call.kind == "all-reduce" and call.num_bytes >= 6 * LENGTH * 32 * 2]
+    of_loss = [call for call in traffic.calls if (call.kind, call.num_bytes) == ("all-gather", 2 * 2 * 6 * LENGTH * 4)]
     return {
         "shapes": shapes, "traffic": summarize_traffic(of_layers), "sizes": {call.num_processes for call in of_layers},
-        "dtypes": [call.dtype for call in of_layers],
+        "dtypes": [call.dtype for call in of_layers], "of_loss": len(of_loss),
     }  # fmt: skip
 
 
 def check_facts(config: str, curve: Curve, scenario: Scenario) -> None:
-    """Half of the heads and units, all of embeddings, norms and head; 4 all-reduces of tokens x hidden in each layer."""
+    """Half of heads, units and ids, all of the norms; 4 all-reduces of tokens x hidden in each layer, 2 for the vocabulary."""
     shapes, shards = curve.extra["shapes"], 2 if config.startswith("fsdp2") else 1
     width = 64 if scenario.model == "qwen3" else 32
     layer = "model.layers.1."
@@ -82,13 +83,15 @@ def check_facts(config: str, curve: Curve, scenario: Scenario) -> None:
     }.items():  # fmt: skip
         assert shapes[f"{layer}{name}.weight"] == (rows / shards, columns), name
     assert shapes["model.norm.weight"] == (32 / shards,)
-    assert shapes["model.embed_tokens.weight"][1] == 32
-    assert abs(shapes["model.embed_tokens.weight"][0] - 257 / shards) < 1
+    for name in ("model.embed_tokens.weight", *["lm_head.weight"] * (scenario.model != "tied")):
+        assert shapes[name][1] == 32
+        assert abs(shapes[name][0] - 129 / shards) < 1, "257 ids do not divide: one more in the first part"
     times = 5 if scenario.gradient_checkpointing else 4  # the forward pass comes twice, but for its last sum
     layers, micro_batches, tokens, hidden = 2, 2, 6 * LENGTH, 32
     found = curve.extra["traffic"]["all-reduce"]
-    assert found["calls"] == times * layers * micro_batches
-    assert found["bytes"] == times * layers * micro_batches * tokens * hidden * 4
+    sums = (times * layers + 2) * micro_batches
+    assert (found["calls"], found["bytes"]) == (sums, sums * tokens * hidden * 4)
+    assert curve.extra["of_loss"] == micro_batches, "two numbers of each token from each process"
     assert curve.extra["sizes"] == {2}
 
 
