@@ -24,6 +24,7 @@ from acc_lm.checkpointing.loading import read_tensors
 from acc_lm.config import ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.build import build_model
+from acc_lm.modeling.vocabulary_parts import VocabularyParts
 from acc_lm.run_files.differences import largest_differences, read_metrics
 from acc_lm.runtime.engines import tensor_parallel
 from acc_lm.runtime.engines.gradients import Gradients
@@ -65,7 +66,7 @@ def facts_of_a_step(accelerator: Any, model: Any, optimizer: Any, config: Any) -
     with Traffic() as traffic:
         train_step(accelerator, model, optimizer, batches, **keywords)
     of_layers = [call for call in traffic.calls if call.kind == "all-reduce" and call.num_bytes >= 6 * LENGTH * 32 * 2]
-    of_loss = [call for call in traffic.calls if (call.kind, call.num_bytes) == ("all-gather", 2 * 2 * 6 * LENGTH * 4)]
+    of_loss = [call for call in traffic.calls if (call.kind, call.num_bytes) == ("all-gather", 2 * 3 * 6 * LENGTH * 4)]
     return {
         "shapes": shapes, "traffic": summarize_traffic(of_layers), "sizes": {call.num_processes for call in of_layers},
         "dtypes": [call.dtype for call in of_layers], "of_loss": len(of_loss),
@@ -91,7 +92,7 @@ def check_facts(config: str, curve: Curve, scenario: Scenario) -> None:
     found = curve.extra["traffic"]["all-reduce"]
     sums = (times * layers + 2) * micro_batches
     assert (found["calls"], found["bytes"]) == (sums, sums * tokens * hidden * 4)
-    assert curve.extra["of_loss"] == micro_batches, "two numbers of each token from each process"
+    assert curve.extra["of_loss"] == micro_batches, "three numbers of each token from each process"
     assert curve.extra["sizes"] == {2}
 
 
@@ -153,8 +154,17 @@ def planted(fault: str | None) -> Iterator[None]:
     def sum_copies_too(self: Any) -> None:
         summed(self)
         for name, parameter in self._named:
-            if name.startswith("lm_head"):
+            if name == "model.norm.weight":
                 self._parts.sum(parameter.grad)
+
+    looked_up, added = VocabularyParts.here, VocabularyParts.sum
+
+    def everywhere(self: Any, ids: torch.Tensor) -> Any:
+        rows, is_here = looked_up(self, ids)
+        return rows, is_here | (ids >= 0) & (ids.shape[-1] == 1)  # targets of a chunk are a column
+
+    def without(dimensions: int) -> Any:
+        return lambda self, tensor: tensor if tensor.dim() == dimensions else added(self, tensor)
 
     if fault == "loss counted by each process":
         with patch("acc_lm.training.step.repeats_losses", lambda accelerator: False):
@@ -170,7 +180,19 @@ def planted(fault: str | None) -> Iterator[None]:
             Gradients, "_sum_of_each_head", lambda self: None
         ):  # fmt: skip
             yield
-    elif fault == "copies of the head's gradient summed":
+    elif fault == "ids of other parts not looked up":
+        with patch.object(VocabularyParts, "sum", without(3)):
+            yield
+    elif fault == "gradient of the head's input not summed":
+        with patch.object(VocabularyParts, "sum", without(2)):
+            yield
+    elif fault == "targets found in each part":
+        with patch.object(VocabularyParts, "here", everywhere):
+            yield
+    elif fault == "probabilities among the own ids":
+        with patch.object(VocabularyParts, "gather", lambda self, values: values.expand(self.size, *values.shape)):
+            yield
+    elif fault == "gradients of copies summed":
         with patch.object(Gradients, "_sum_of_each_head", sum_copies_too):
             yield
     elif fault == "gradient of an input not summed":
@@ -195,9 +217,11 @@ def sum_accumulated(model: Any) -> None:
 
 FAST = Scenario("qwen3", steps=6, accumulation=2, overrides=("optimizer.learning_rate=0.02",))
 FAULTS = {
-    "loss counted by each process": ("loss", 0.5), "norm that counts copies": ("grad_norm", 1e-2),
+    "loss counted by each process": ("loss", 0.5), "norm that counts copies": ("grad_norm", 1e-3),
     "norms of heads not summed": ("grad_norm", 1e-5), "norms of heads summed after each micro-batch": ("grad_norm", 1e-5),
-    "copies of the head's gradient summed": ("grad_norm", 1e-2), "gradient of an input not summed": ("grad_norm", 1e-3),
+    "ids of other parts not looked up": ("loss", 1e-2), "gradient of the head's input not summed": ("grad_norm", 1e-2),
+    "targets found in each part": ("loss", 1e-1), "probabilities among the own ids": ("loss", 1e-2),
+    "gradients of copies summed": ("grad_norm", 1e-4), "gradient of an input not summed": ("grad_norm", 1e-3),
 }  # fmt: skip
 
 

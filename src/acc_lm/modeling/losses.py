@@ -8,8 +8,8 @@ On a GPU the working copy of the weight is padded with rows of zeros beyond the 
 slow where a row does not end at a multiple of 16 bytes (GPT-2's 50257). Their logits are -inf, so they add nothing to any
 sum or gradient, and no parameter, checkpoint or exported model ever has these rows.
 
-With a vocabulary in parts (`vocabulary_parts`) each process has some of the logits of a position, and gathers two numbers
-of it from each of the others: the log-sum-exp of their logits, and the target's logit.
+With a vocabulary in parts (`vocabulary_parts`) each process has some of the logits of a position, and gathers three numbers
+of it from each of the others: the highest of their logits, their log-sum-exp, and the target's logit.
 
 Shapes: N positions, H hidden size, V vocabulary or a part of it, W the same padded on a GPU, C positions of a chunk.
 """
@@ -164,11 +164,11 @@ class _SummedLoss(torch.autograd.Function):
                 nll -= (log_p_CW.gather(1, index_C1) * is_target_C1).sum()
             else:
                 best_C1, at_C1 = log_p_CW.max(dim=1, keepdim=True)
-                own_C = (logits_CW.gather(1, at_C1).to(exact) - best_C1)[:, 0]  # log-sum-exp of the logits here
+                highest_C1 = logits_CW.gather(1, at_C1).to(exact)
                 of_target_C1 = logits_CW.gather(1, index_C1).to(exact) * is_here_C1
-                log_sum_C, of_target_C = parts.log_sums(own_C, of_target_C1[:, 0])
-                nll += ((log_sum_C - of_target_C) * is_target_C1[:, 0]).sum()
-                log_p_CW += (own_C - log_sum_C)[:, None]  # p among all ids, not among those here
+                more_C, nll_C = parts.log_sums(highest_C1[:, 0], -best_C1[:, 0], of_target_C1[:, 0])
+                nll += (nll_C * is_target_C1[:, 0]).sum()
+                log_p_CW -= best_C1 + more_C[:, None]  # p among all ids, not among those here
             del logits_CW
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
@@ -288,8 +288,9 @@ def losses_of_logits(logits: Tensor, targets: Tensor, parts: VocabularyParts | N
         exact_NV = logits_NV.to(wide(logits.dtype))
         rows_N, is_here_N = parts.here(targets_N)
         of_target_N = exact_NV.gather(1, rows_N[:, None])[:, 0] * is_here_N
-        log_sum_N, of_target_N = parts.log_sums(exact_NV.logsumexp(dim=1), of_target_N)
-        nll_N = (log_sum_N - of_target_N) * (targets_N != IGNORE_INDEX)
+        highest_N1 = exact_NV.amax(dim=1, keepdim=True)
+        _, nll_N = parts.log_sums(highest_N1[:, 0], (exact_NV - highest_N1).logsumexp(dim=1), of_target_N)
+        nll_N = nll_N * (targets_N != IGNORE_INDEX)
         return PositionLosses(nll_N.view_as(targets), (parts.best(logits_NV) == targets_N).view_as(targets))
     nll_N = nn.functional.cross_entropy(
         logits_NV.to(wide(logits.dtype)), targets_N, ignore_index=IGNORE_INDEX, reduction="none"

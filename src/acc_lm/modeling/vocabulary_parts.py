@@ -1,7 +1,7 @@
 """Vocabulary in parts: the processes of a group compute the same positions, and each has other ids of embedding and head.
 
     ids -> embedding of the ids here, 0 for the others -> all-reduce -> the same on all
-    hidden -> logits of the ids here -> their log-sum-exp, and the target's logit -> all-gather -> loss, the same on all
+    hidden -> logits of the ids here -> their highest, their log-sum-exp, the target's logit -> all-gather -> loss, the same on all
 
 Backward, the gradient of hidden is a sum over the parts, too. Source: Shoeybi et al., "Megatron-LM", 2019,
 arXiv:1909.08053, section 3.
@@ -60,15 +60,20 @@ class VocabularyParts:
             dist.all_gather_into_tensor(gathered.view(-1), values.view(-1), group=self._group)
         return gathered
 
-    def log_sums(self, log_sum_C: Tensor, of_target_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of the logits of all ids, and the target's logit.
+    def log_sums(self, highest_C: Tensor, log_sum_C: Tensor, of_target_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of the logits of all ids minus the highest one here, and minus the target's: the loss.
+
+        Only differences of logits are returned, because large logits would lose digits.
 
         Args:
-            log_sum_C: log-sum-exp of the logits in this part.
+            highest_C: highest logit in this part.
+            log_sum_C: log-sum-exp of the logits in this part minus the highest one.
             of_target_C: the target's logit if it is here, else 0.
         """
-        gathered = self.gather(torch.stack([log_sum_C, of_target_C]))
-        return gathered[:, 0].logsumexp(dim=0), gathered[:, 1].sum(dim=0)
+        highest_SC, log_sum_SC, of_target_SC = self.gather(torch.stack([highest_C, log_sum_C, of_target_C])).unbind(1)
+        top_C = highest_SC.amax(dim=0)
+        total_C = (highest_SC - top_C + log_sum_SC).logsumexp(dim=0)
+        return total_C + (top_C - highest_C), total_C + (top_C - of_target_SC.sum(dim=0))
 
     def best(self, logits_CW: Tensor) -> Tensor:
         """Ids with the highest logit of all parts, int64 [C]; the first of equal ones."""

@@ -416,7 +416,7 @@ def exchanges(shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, f
 
     Rows in parts exchange queries, keys, values and outputs of attention. Layers in parts sum the outputs of attention and
     feed-forward module, and the gradients of their inputs; embedding and head the embedded tokens, the gradient of the last
-    hidden states, and two numbers of the loss of each token.
+    hidden states, and three numbers for the loss of each token.
     """
     if work.layer_parts > 1:
         others, share = work.layer_parts - 1, 2 * _share(work.layer_parts)
@@ -426,7 +426,7 @@ def exchanges(shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, f
         sent = shape.layers * work.tokens * shape.hidden * sums * share
         hops = (4 + bool(work.recomputed.elementwise)) * shape.layers * 2 * others
         if shape.vocab_in_parts:
-            sent += work.tokens * (shape.hidden * (of_weights + width) * share + 8 * others)
+            sent += work.tokens * (shape.hidden * (of_weights + width) * share + 12 * others)
             hops += 5 * others
         sent, hops = work.accumulation * sent, work.accumulation * hops
         return Exchanges(sent / gpu.ring_bandwidth + hops * c["hop"], sent)
