@@ -58,7 +58,8 @@ def results(given: dict[str, Tensor], parts: VocabularyParts | None, biased: boo
     head, hidden = head_of(given, parts, biased), given["hidden"].clone().requires_grad_()
     loss = head(hidden, given["targets"])
     (loss * 0.5).backward()
-    assert hidden.grad is not None and head.weight.grad is not None
+    assert hidden.grad is not None
+    assert head.weight.grad is not None
     found = {"loss": loss.detach(), "of hidden": hidden.grad, "of weight": head.weight.grad}
     if head.bias is not None and head.bias.grad is not None:
         found["of bias"] = head.bias.grad
@@ -122,7 +123,8 @@ def embedded() -> dict[str, float]:
             weights = torch.randn(outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             for output in outputs:
                 (output * weights).sum().backward()
-            assert whole.weight.grad is not None and cut.weight.grad is not None
+            assert whole.weight.grad is not None
+            assert cut.weight.grad is not None
             name = f"{kind.__name__} {padding}"
             found[name] = float((outputs[0] - outputs[1]).abs().max())
             found[f"gradient of {name}"] = float((division.cut(whole.weight.grad) - cut.weight.grad).abs().max())

@@ -112,18 +112,31 @@ def _log_softmax_in_slices(logits_CW: Tensor, exact: torch.dtype) -> Tensor:
     return log_p_CW
 
 
+def _loss_of_targets(
+    log_p_CW: Tensor, logits_CW: Tensor, targets_C1: Tensor, parts: VocabularyParts | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of a chunk, columns of its targets, and flags for the targets that have one here.
+
+    With a vocabulary in parts, log p among the ids of this part becomes log p among all, in place.
+    """
+    is_target_C1 = targets_C1 != IGNORE_INDEX
+    if parts is None:
+        index_C1 = targets_C1.clamp(min=0)
+        return -(log_p_CW.gather(1, index_C1) * is_target_C1).sum(), index_C1, is_target_C1
+    index_C1, is_here_C1 = parts.here(targets_C1)
+    best_C1, at_C1 = log_p_CW.max(dim=1, keepdim=True)
+    highest_C1 = logits_CW.gather(1, at_C1).to(log_p_CW.dtype)
+    of_target_C1 = logits_CW.gather(1, index_C1).to(log_p_CW.dtype) * is_here_C1
+    more_C, nll_C = parts.log_sums(highest_C1[:, 0], -best_C1[:, 0], of_target_C1[:, 0])
+    log_p_CW -= best_C1 + more_C[:, None]
+    return (nll_C * is_target_C1[:, 0]).sum(), index_C1, is_here_C1
+
+
 class _SummedLoss(torch.autograd.Function):
     """Sum of the losses of N positions, with the gradients computed in the forward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        parts: VocabularyParts | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Any, targets_N: Tensor, parts: Any) -> Tensor:
         compute = hidden_NH.dtype
         exact = wide(compute)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -145,10 +158,6 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, num_positions, positions):
             hidden_CH = hidden_NH[start : start + positions]
             targets_C1 = targets_N[start : start + positions, None]
-            is_target_C1 = targets_C1 != IGNORE_INDEX
-            index_C1, is_here_C1 = targets_C1.clamp(min=0), is_target_C1
-            if parts is not None:
-                index_C1, is_here_C1 = parts.here(targets_C1)
             logits_CW = torch.mm(hidden_CH, weight_WH.t(), out=None if logits is None else logits[: len(hidden_CH)])
             if bias_W is not None:
                 logits_CW = logits_CW + bias_W
@@ -160,22 +169,15 @@ class _SummedLoss(torch.autograd.Function):
                 log_p_CW = torch.log_softmax(
                     logits_CW, dim=-1, dtype=exact, out=None if log_p is None else log_p[: len(hidden_CH)]
                 )
-            if parts is None:
-                nll -= (log_p_CW.gather(1, index_C1) * is_target_C1).sum()
-            else:
-                best_C1, at_C1 = log_p_CW.max(dim=1, keepdim=True)
-                highest_C1 = logits_CW.gather(1, at_C1).to(exact)
-                of_target_C1 = logits_CW.gather(1, index_C1).to(exact) * is_here_C1
-                more_C, nll_C = parts.log_sums(highest_C1[:, 0], -best_C1[:, 0], of_target_C1[:, 0])
-                nll += (nll_C * is_target_C1[:, 0]).sum()
-                log_p_CW -= best_C1 + more_C[:, None]  # p among all ids, not among those here
+            nll_of_chunk, index_C1, is_here_C1 = _loss_of_targets(log_p_CW, logits_CW, targets_C1, parts)
+            nll += nll_of_chunk
             del logits_CW
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # d nll / d logits = softmax - one_hot(target), and 0 where there is no target
             grad_CW = log_p_CW.exp_()
             grad_CW.scatter_add_(1, index_C1, -is_here_C1.to(exact))
-            grad_CW *= is_target_C1
+            grad_CW *= targets_C1 != IGNORE_INDEX
             if grad_bias_W is not None:
                 grad_bias_W += grad_CW.sum(dim=0)
             grad_CW = grad_CW.to(compute)
@@ -188,12 +190,10 @@ class _SummedLoss(torch.autograd.Function):
                 else:
                     grad_weight_WH += grad_CW.t() @ hidden_CH  # summing chunks in fp32 keeps bf16's precision
             del grad_CW
-        if parts is not None and grad_hidden_NH is not None:
-            parts.sum(grad_hidden_NH)
         grad_weight_VH = None if grad_weight_WH is None else grad_weight_WH[:size]
         grad_bias_V = None if grad_bias_W is None else grad_bias_W[:size]
         ctx.save_for_backward(grad_hidden_NH, grad_weight_VH, grad_bias_V)
-        ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        ctx.dtypes, ctx.parts = (weight_VH.dtype, None if bias_V is None else bias_V.dtype), parts
         return nll
 
     @staticmethod
@@ -203,6 +203,8 @@ class _SummedLoss(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         # In place: the buffers belong to this function, and backward can run only once.
         hidden = None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale)
+        if ctx.parts is not None and hidden is not None:
+            ctx.parts.sum(hidden)
         weight = None if grad_weight_VH is None else grad_weight_VH.mul_(scale).to(weight_dtype)
         bias = None if grad_bias_V is None else grad_bias_V.mul_(scale).to(bias_dtype)
         return hidden, weight, bias, None, None
