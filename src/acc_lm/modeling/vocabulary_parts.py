@@ -57,7 +57,7 @@ class VocabularyParts:
         values = values.contiguous()
         gathered = values.new_empty((self.size, *values.shape))
         if self._group is not None:
-            dist.all_gather_into_tensor(gathered.view(-1), values.view(-1), group=self._group)
+            dist.all_gather([*gathered.unbind()], values, group=self._group)
         return gathered
 
     def log_sums(self, highest_C: Tensor, log_sum_C: Tensor, of_target_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ class Shape:
     def part(self, size: int) -> Shape:
         """Sizes of what one of `size` GPUs computes if they share each layer: some heads, units and ids."""
         vocab = -(-self.vocab // size) if self.vocab_in_parts else self.vocab
-        of_layers = {"ffn": self.ffn // size, "heads": self.heads // size, "kv_heads": self.kv_heads // size}
-        return replace(self, vocab=vocab, **of_layers)
+        heads, kv_heads = self.heads // size, self.kv_heads // size
+        return replace(self, ffn=self.ffn // size, heads=heads, kv_heads=kv_heads, vocab=vocab)
 
     @property
     def queries(self) -> int:
