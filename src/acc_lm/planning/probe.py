@@ -152,7 +152,7 @@ class Probe:
         key = "layers", size
         if key not in self._parts:
             part = copy.copy(self)
-            part._layer_parts = size
+            part._layer_parts, part._parts = size, {}
             part._phases, part._heads, part._models = {}, {}, {}
             part.parameters, part._sizes, part.is_fused = part._count()
             self._parts[key] = part

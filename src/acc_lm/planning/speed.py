@@ -418,6 +418,7 @@ def exchanges(shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, f
     feed-forward module, and the gradients of their inputs; embedding and head the embedded tokens, the gradient of the last
     hidden states, and three numbers for the loss of each token.
     """
+    found = Exchanges(0.0, 0.0)
     if work.layer_parts > 1:
         others, share = work.layer_parts - 1, 2 * _share(work.layer_parts)
         width = 4 if work.compute in ("float32", "tf32") else 2
@@ -429,15 +430,16 @@ def exchanges(shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, f
             sent += work.tokens * (shape.hidden * (of_weights + width) * share + 12 * others)
             hops += 5 * others
         sent, hops = work.accumulation * sent, work.accumulation * hops
-        return Exchanges(sent / gpu.ring_bandwidth + hops * c["hop"], sent)
+        found = Exchanges(sent / gpu.ring_bandwidth + hops * c["hop"], sent)
     if work.parts == 1:
-        return Exchanges(0.0, 0.0)
+        return found
     keys = max(shape.kv_heads, work.parts) * shape.head_size  # fewer heads than parts are repeated
     width = 4 if work.compute in ("float32", "tf32") else 2
     passes = 3 if work.recomputed.elementwise else 2  # forward, once more where results are recomputed, backward
     times = work.accumulation * passes * shape.layers
     sent = times * work.tokens * 2 * (shape.queries + keys) * width * _share(work.parts)
-    return Exchanges(sent / gpu.ring_bandwidth + 4 * times * c["hop"] * (work.parts - 1), sent)
+    seconds = sent / gpu.ring_bandwidth + 4 * times * c["hop"] * (work.parts - 1)
+    return Exchanges(found.seconds + seconds, found.bytes_sent + sent)
 
 
 def _share(count: int) -> float:

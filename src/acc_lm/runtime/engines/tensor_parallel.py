@@ -28,6 +28,7 @@ from acc_lm.modeling.vocabulary_parts import (
     is_plain_embedding,
     parts_add_up,
 )
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model
 
 if TYPE_CHECKING:
@@ -273,6 +274,12 @@ def _check_heads(model: Any, size: int) -> None:
         raise ConfigError(
             f"parallelism_config_tp_size must divide the {heads} attention heads and the {shared} key-value heads of the model, got {size}; "
             f"nearest: {' or '.join(map(str, near))}"
+        )
+    rows, own, own_shared = parts_of_rows(), heads // size, shared // size
+    if own % rows or (own_shared % rows and rows % own_shared):
+        raise ConfigError(
+            f"parallelism_config_sp_size (or cp_size) must divide the {own} attention heads of a part of a layer, and divide or be a multiple of "
+            f"its {own_shared} key-value heads, got {rows} with tp_size {size}; lower one of the two"
         )
 
 
