@@ -131,8 +131,10 @@ class Probe:
             return self
         key = "rows", size
         if key not in self._parts:
+            whole = copy.copy(self)
+            whole._layer_parts = 1  # the check calls modules without weights, which parts of layers have
             with self._fake():
-                check_parts_early(self._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
+                check_parts_early(whole._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
             if not self.is_fused:
                 refuse_parts(self._model_config, size, f"a loss {ON_LOGITS}")
             part = self._parts[key] = copy.copy(self)
