@@ -197,20 +197,21 @@ class Chaos:
 
     def G10(self) -> str:
         from backends import Scenario
-        from test_matrix import ENGINES, whole_matrix
+        from test_matrix import ENGINES, LAYERS_IN_PARTS, whole_matrix
 
-        matrix = whole_matrix(Scenario("gpt2"), self.room("matrix"))
+        engines = ENGINES | LAYERS_IN_PARTS
+        matrix = whole_matrix(Scenario("wide", accumulation=2), self.room("matrix"), engines)
         worst = max(difference for row in matrix.values() for difference, _ in row.values())
         self.matrix = [
             "",
             "Largest relative difference of loss and gradient norm from one uninterrupted process, in the ten steps after the load; "
             "`=`: also bit for bit equal to the writer's own continuation. The engine of the row wrote, the engine of the column read.",
             "",
-            f"| | {' | '.join(ENGINES)} |",
-            "|---" * (len(ENGINES) + 1) + "|",
+            f"| | {' | '.join(engines)} |",
+            "|---" * (len(engines) + 1) + "|",
         ]
         for writer, row in matrix.items():
-            self.matrix.append(f"| {writer} | {' | '.join(f'{row[r][0]:.0e}' + ' =' * row[r][1] for r in ENGINES)} |")
+            self.matrix.append(f"| {writer} | {' | '.join(f'{row[r][0]:.0e}' + ' =' * row[r][1] for r in engines)} |")
         return f"every engine's checkpoint read by every engine, then 10 steps | {len(matrix)} x {len(matrix)} pairs within {worst:.0e}; table below"
 
 
@@ -224,10 +225,6 @@ def main() -> None:
     only = known.only.split(",") if known.only else list(GATES)
     if unknown := set(only) - set(GATES):
         parser.error(f"--only must name gates of {', '.join(GATES)}, got {', '.join(sorted(unknown))}")
-    if known.page and known.only and "G10" in only:
-        parser.error(
-            "--only must leave out G10 when a page is given, got G10; its table is made only in a complete run"
-        )
     from acc_lm.studies.tables import machine_line
 
     chaos = Chaos(Path(tempfile.mkdtemp(prefix="acc-lm-chaos-")), known.kills, known.launcher_kills)
@@ -246,11 +243,11 @@ def main() -> None:
         *chaos.matrix,
     ]
     if known.page:
-        write(known.page, lines, rows if known.only else None)
+        write(known.page, lines, rows if known.only else None, chaos.matrix)
 
 
-def write(page: Path, lines: list[str], some: dict[str, str] | None) -> None:
-    """Replace the page's block, or only some of its rows."""
+def write(page: Path, lines: list[str], some: dict[str, str] | None, matrix: list[str]) -> None:
+    """Replace the page's block, or only some of its rows, and the table of engines if it was made."""
     from acc_lm.studies.tables import machine_line, replace_block
 
     if some is not None:
@@ -261,6 +258,10 @@ def write(page: Path, lines: list[str], some: dict[str, str] | None) -> None:
             lines[index] = new.pop(name, line)
         last = max(index for index, line in enumerate(lines) if line.startswith("| G"))
         lines[last + 1 : last + 1] = new.values()
+        if matrix:
+            start = next(index for index, line in enumerate(lines) if line.startswith(matrix[1][:40]))
+            ends = [index for index, line in enumerate(lines) if index > start + 1 and not line.startswith("|")]
+            lines[start - 1 : min(ends, default=len(lines))] = matrix
         lines.append(f"\nMeasured again later, {', '.join(some)}: {machine_line()}")
     replace_block(page, "chaos", "\n".join(lines))
 

@@ -1,33 +1,38 @@
 """Differences of the backends from one process in each precision, and their collectives; the tables of docs/promises/parity.md.
 
-    python benchmarks/precision.py [docs/promises/parity.md]
+    python benchmarks/precision.py [docs/promises/parity.md] [--only "tensor_parallel x2,fsdp2_tensor_parallel 2x2"]
 
 The same short trainings as in tests/runs/test_backends.py: 20 steps, global batch 48, ragged targets.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob("*/"))]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def main(page: Path | None) -> None:
+def main(page: Path | None, only: list[str]) -> None:
     import conftest  # imports what the forked processes need
     from backends import BACKENDS, Scenario, run_backend
     from test_backends import BF16, FLOAT64, GRID, count_collectives
+    from test_matrix import LAYERS_IN_PARTS
 
     from acc_lm.run_files.differences import COMPARED, largest_differences
-    from acc_lm.studies.tables import machine_line, replace_block
+    from acc_lm.studies.tables import machine_line, replace_block, replace_rows
 
     assert conftest
     lines = [
         "`python benchmarks/precision.py docs/promises/parity.md`: largest relative difference of loss, gradient norm and evaluation from one "
-        "process, over 20 steps. The worse of a tied GPT-2 and an untied Llama; in float64 both, because Llama's RMSNorm computes in float32.",
+        "process, over 20 steps. The worse of a tied GPT-2 and an untied Llama; in float64 both, because Llama's RMSNorm computes in float32. "
+        "Layers in parts: a Llama with four heads alone, because GPT-2 is refused.",
         "",
         machine_line(),
         "",
@@ -35,20 +40,29 @@ def main(page: Path | None) -> None:
         "|---|---|---|---|---|",
     ]
     groups = {"float32": GRID, "bf16": BF16, "GPT-2": FLOAT64[:1], "Llama": FLOAT64[1:]}
-    expected = {name: run_backend("single", 1, scenarios) for name, scenarios in groups.items()}
-    for backend, (config, count) in BACKENDS.items():
+    expected: dict[tuple[Any, ...], list[Any]] = {}
+    measured = {name: how for name, how in (BACKENDS | LAYERS_IN_PARTS).items() if not only or name in only}
+    for backend, (config, count) in measured.items():
         cells = []
-        for name, scenarios in groups.items():
-            if scenarios[0].dtype == "float64" and config.startswith("deepspeed"):
+        for scenarios in map(tuple, groups.values()):
+            if backend in LAYERS_IN_PARTS:
+                scenarios = tuple(replace(each, model="wide") for each in scenarios if each.model == "llama")
+            if not scenarios or (scenarios[0].dtype == "float64" and config.startswith("deepspeed")):
                 cells.append("refused")
                 continue
+            if scenarios not in expected:
+                expected[scenarios] = run_backend("single", 1, [*scenarios])
             worst = dict.fromkeys(COMPARED, 0.0)
-            for one, other in zip(expected[name], run_backend(config, count, scenarios), strict=True):
+            for one, other in zip(expected[scenarios], run_backend(config, count, [*scenarios]), strict=True):
                 for key, value in largest_differences(one.metrics, other.metrics).items():
                     worst[key] = max(worst[key], value)
             cells.append(", ".join(f"{worst[key]:.0e}" for key in COMPARED if key != "train/learning_rate"))
         lines.append(f"| {backend} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
+    if only:
+        if page:
+            replace_rows(page, "precision", lines[-len(measured) :], 1, ", ".join(only))
+        return
     lines += [
         "",
         "DeepSpeed updates in float32 whatever the model's dtype: `model.dtype must be float32 under DeepSpeed`, says the refusal.",
@@ -74,4 +88,8 @@ def main(page: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", nargs="?", type=Path)
+    parser.add_argument("--only", default="", help="backends to measure; a page keeps its other rows")
+    known = parser.parse_args()
+    main(known.page, known.only.split(",") if known.only else [])

@@ -330,6 +330,12 @@ CASES = [
     for j, engine in enumerate(ENGINES)
 ]
 """Each value of an axis with each value of every other axis; padded text is text whose documents see each other."""
+LAYERS = {"tensor_parallel": 2, "fsdp2_tensor_parallel": 4}
+CASES_WITH_LAYERS_IN_PARTS = [
+    Case("text", "full", "packed", "tensor_parallel"), Case("prompt_completion", "full", "padded", "tensor_parallel"),
+    Case("messages", "full", "padded", "fsdp2_tensor_parallel"), Case("prompt_completion", "full", "packed", "fsdp2_tensor_parallel"),
+]  # fmt: skip
+"""They train no adapter, and need heads that divide."""
 QUICK = [
     Case("text", "LoRA", "packed", "ddp"), Case("prompt_completion", "LoRA", "padded", "single"), Case("messages", "full", "padded", "fsdp2"),
 ]  # fmt: skip
@@ -374,8 +380,11 @@ def try_case(case: Case, tiny: list[str], base: Path, folder: Path) -> Outcome:
         model = ["model.config=null", f"model.name_or_path={base}/final", "adapter.kind=lora", "adapter.rank=2"]
         words += [*model, "optimizer.learning_rate=3e-3"]  # with 1e-2 it jumps, and rounding of 1e-8 becomes 2e-5 there
     count, environment = 1, {}
+    if case.engine in LAYERS:
+        words.append("model.config={hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 2}")
     if case.engine != "single":
-        count, environment = 2, launcher_environment(ROOT / f"accelerate_configs/{case.engine}.yaml", 2)
+        count = LAYERS.get(case.engine, 2)
+        environment = launcher_environment(ROOT / f"accelerate_configs/{case.engine}.yaml", count)
     one, whole, run = (folder / name for name in ("one", "whole", "run"))
     run_training(arguments(words, file, one))
     run_training(arguments(words, file, whole), count, environment)
@@ -400,7 +409,11 @@ def base(tiny_recipe: Path, files: dict[str, Path], tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if case in QUICK else pytest.mark.slow)
+        for case in (*CASES, *CASES_WITH_LAYERS_IN_PARTS)
+    ],
 )
 def test_every_case_trains_the_same_everywhere(case: Case, tiny: list[str], base: Path, tmp_path: Path) -> None:
     outcome = try_case(case, tiny, base, tmp_path)

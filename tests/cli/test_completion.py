@@ -16,7 +16,13 @@ TYPED = {
     "train data.max": {"data.max_tokens=", "data.max_lossy_share="},
     "launch fsdp2_": {"fsdp2_grad_op", "fsdp2_offload", "fsdp2_tensor_parallel"},
     "launch fsdp2 pretrain_syn": {"pretrain_synthetic"},
-    "doctor --config_file multi": {"multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3"},
+    "doctor --config_file multi": {
+        "multi_node_ddp",
+        "multi_node_hsdp",
+        "multi_node_deepspeed_zero3",
+        "multi_node_sequence_parallel",
+        "multi_node_fsdp2_tensor_parallel",
+    },
     "recipes --show quick": {"quickstart"},
     "path hs": {"hsdp"},
 }

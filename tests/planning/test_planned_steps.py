@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import ROOT, launcher_environment, run_everywhere
+from processes import launcher_environment, run_everywhere
+from test_tensor_parallel import file_of
 
 from acc_lm import runtime
 from acc_lm.config import Config, TokenizerConfig
@@ -25,7 +27,7 @@ ENGINES = {
     "single_gpu": 1, "ddp": 2, "fsdp2": 2, "fsdp2_grad_op": 2, "hsdp": 4, "deepspeed_zero1": 2, "deepspeed_zero2": 2,
     "deepspeed_zero3": 2, "deepspeed_zero2_offload": 2, "deepspeed_zero3_offload": 2,
     "ddp_sequence": 2, "sequence_parallel": 4, "deepspeed_zero3_sequence": 2,
-    "tensor_parallel": 2, "fsdp2_tensor_parallel": 4,
+    "tensor_parallel": 2, "fsdp2_tensor_parallel": 4, "fsdp2_tensor_sequence": 4,
 }  # fmt: skip
 WORST = {"hsdp": 0.04, "deepspeed_zero3": 0.021}
 """Error in the largest number of bytes where it is more than 2 %: a model that is nearly all state, and no activations."""
@@ -33,6 +35,7 @@ LEFT_TO_ALL = (
     "ddp_sequence",
     "deepspeed_zero3_sequence",
     "tensor_parallel",
+    "fsdp2_tensor_sequence",
     "fsdp2_grad_op",
     "deepspeed_zero3_offload",
 )
@@ -106,13 +109,12 @@ def real_steps(config: Config) -> dict[str, float]:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LEFT_TO_ALL)) for name in ENGINES]
 )
 def test_a_plan_is_what_a_real_step_holds_and_sends(
-    name: str, precision: str, checkpointing: Any, rows: int, length: int
+    name: str, precision: str, checkpointing: Any, rows: int, length: int, tmp_path: Path
 ) -> None:
     count = ENGINES[name]
-    config = config_of(
-        count // (2 if "sequence" in name or "tensor" in name else 1), precision, checkpointing, rows, length
-    )
-    file = ROOT / f"accelerate_configs/{name}.yaml"
+    readers = count // 2 ** (("sequence" in name) + ("tensor" in name))
+    config = config_of(readers, precision, checkpointing, rows, length)
+    file = file_of(name, tmp_path)
     environment = launcher_environment(file, count) if count > 1 else {}
 
     def here() -> dict[str, float]:

@@ -199,6 +199,29 @@ def test_accelerate_launch_on_two_machines_learns_what_one_machine_learns(
     check_wire(nodes)
 
 
+WIDE = "model.config={hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 2}"
+IN_PARTS = {
+    "multi_node_sequence_parallel.yaml": ("hsdp", "in 2 copies", "; rows in 2 parts"),
+    "multi_node_fsdp2_tensor_parallel.yaml": ("fsdp2", "in 2 shards", "; layers in 2 parts, vocabulary in 2 parts"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", IN_PARTS)
+def test_machines_whose_processes_share_rows_or_layers_learn_what_one_process_learns(
+    config: str, nodes: Nodes, tiny: list[str], tmp_path: Path
+) -> None:
+    """Two processes of a machine share rows or layers; the machines read different rows."""
+    strategy, *placement = IN_PARTS[config]
+    run_training([*tiny, WIDE, f"output_dir={tmp_path}/one"])
+    outputs = train_on(nodes, by_accelerate(nodes, config, 4, [*tiny, WIDE]), tmp_path)
+    check_run(tmp_path / "run", outputs, strategy, 4)
+    found = json.loads((tmp_path / "run/environment.json").read_text())["placement"]
+    assert all(words in found for words in placement), found
+    assert metrics(tmp_path / "run") == [pytest.approx(line, rel=1e-5) for line in metrics(tmp_path / "one")]
+    check_wire(nodes)
+
+
 @pytest.mark.slow
 def test_torchrun_on_two_machines_learns_what_one_machine_learns(
     nodes: Nodes, tiny: list[str], tmp_path: Path, on_one_machine: list[dict[str, Any]]

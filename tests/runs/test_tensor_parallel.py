@@ -24,13 +24,14 @@ from acc_lm.checkpointing.loading import read_tensors
 from acc_lm.config import ModelConfig, TokenizerConfig
 from acc_lm.errors import ConfigError
 from acc_lm.modeling.build import build_model
+from acc_lm.modeling.vocabulary_parts import VocabularyParts
 from acc_lm.run_files.differences import largest_differences, read_metrics
 from acc_lm.runtime.engines import tensor_parallel
 from acc_lm.runtime.engines.gradients import Gradients
 from acc_lm.text.tokenizer import make_tokenizer
 
 CONFIGS = ROOT / "accelerate_configs"
-LAUNCHES = {"tensor_parallel": 2, "fsdp2_tensor_parallel": 4, "fsdp2": 2, "ddp": 2}
+LAUNCHES = {"tensor_parallel": 2, "fsdp2_tensor_parallel": 4, "fsdp2": 2, "ddp": 2, "fsdp2_tensor_sequence": 4}
 EACH_CONFIG = ["tensor_parallel", "fsdp2_tensor_parallel"]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **HEADS}
@@ -65,14 +66,15 @@ def facts_of_a_step(accelerator: Any, model: Any, optimizer: Any, config: Any) -
     with Traffic() as traffic:
         train_step(accelerator, model, optimizer, batches, **keywords)
     of_layers = [call for call in traffic.calls if call.kind == "all-reduce" and call.num_bytes >= 6 * LENGTH * 32 * 2]
+    of_loss = [call for call in traffic.calls if (call.kind, call.num_bytes) == ("all-gather", 2 * 3 * 6 * LENGTH * 4)]
     return {
         "shapes": shapes, "traffic": summarize_traffic(of_layers), "sizes": {call.num_processes for call in of_layers},
-        "dtypes": [call.dtype for call in of_layers],
+        "dtypes": [call.dtype for call in of_layers], "of_loss": len(of_loss),
     }  # fmt: skip
 
 
 def check_facts(config: str, curve: Curve, scenario: Scenario) -> None:
-    """Half of the heads and units, all of embeddings, norms and head; 4 all-reduces of tokens x hidden in each layer."""
+    """Half of heads, units and ids, all of the norms; 4 all-reduces of tokens x hidden in each layer, 2 for the vocabulary."""
     shapes, shards = curve.extra["shapes"], 2 if config.startswith("fsdp2") else 1
     width = 64 if scenario.model == "qwen3" else 32
     layer = "model.layers.1."
@@ -82,13 +84,15 @@ def check_facts(config: str, curve: Curve, scenario: Scenario) -> None:
     }.items():  # fmt: skip
         assert shapes[f"{layer}{name}.weight"] == (rows / shards, columns), name
     assert shapes["model.norm.weight"] == (32 / shards,)
-    assert shapes["model.embed_tokens.weight"][1] == 32
-    assert abs(shapes["model.embed_tokens.weight"][0] - 257 / shards) < 1
+    for name in ("model.embed_tokens.weight", *["lm_head.weight"] * (scenario.model != "tied")):
+        assert shapes[name][1] == 32
+        assert abs(shapes[name][0] - 129 / shards) < 1, "257 ids do not divide: one more in the first part"
     times = 5 if scenario.gradient_checkpointing else 4  # the forward pass comes twice, but for its last sum
     layers, micro_batches, tokens, hidden = 2, 2, 6 * LENGTH, 32
     found = curve.extra["traffic"]["all-reduce"]
-    assert found["calls"] == times * layers * micro_batches
-    assert found["bytes"] == times * layers * micro_batches * tokens * hidden * 4
+    sums = (times * layers + 2) * micro_batches
+    assert (found["calls"], found["bytes"]) == (sums, sums * tokens * hidden * 4)
+    assert curve.extra["of_loss"] == micro_batches, "three numbers of each token from each process"
     assert curve.extra["sizes"] == {2}
 
 
@@ -103,6 +107,29 @@ def test_processes_that_share_layers_follow_the_curve_of_one(config: str) -> Non
         assert (got.start, got.ledger) == (one.start, one.ledger), "the weights are those of one process, bit for bit"
         differences = largest_differences(one.metrics, got.metrics)
         print(config, scenario, {name: f"{value:.1e}" for name, value in differences.items()})
+        assert all(value <= 1e-6 for value in differences.values())
+
+
+def with_rows_in_parts(folder: Path, shards: int = 1) -> str:
+    """Config of FSDP2 whose processes share layers and rows, two each."""
+    text = (CONFIGS / "fsdp2_tensor_parallel.yaml").read_text()
+    text = text.replace("parallelism_config_dp_shard_size: 2", f"parallelism_config_dp_shard_size: {shards}")
+    text = text.replace("num_processes: 4", f"num_processes: {4 * shards}")
+    file = folder / "fsdp2_tensor_sequence.yaml"
+    file.write_text(text.rstrip() + "\n  parallelism_config_sp_size: 2\n")
+    return str(file)
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_that_share_layers_and_rows_follow_the_curve_of_one(shards: int, tmp_path: Path) -> None:
+    """Part 0 of the layers on processes 0 and 2, which share rows; part 1 on 1 and 3; with 8 processes two such grids."""
+    expected = run_backend("single", 1, SCENARIOS)
+    curves = run_backend(with_rows_in_parts(tmp_path, shards), 4 * shards, SCENARIOS)
+    for scenario, one, got in zip(SCENARIOS, expected, curves, strict=True):
+        assert (got.start, got.ledger) == (one.start, one.ledger)
+        assert (got.rows_in_parts, got.layers_in_parts) == (2, 2)
+        differences = largest_differences(one.metrics, got.metrics)
+        print(shards, scenario, {name: f"{value:.1e}" for name, value in differences.items()})
         assert all(value <= 1e-6 for value in differences.values())
 
 
@@ -150,8 +177,17 @@ def planted(fault: str | None) -> Iterator[None]:
     def sum_copies_too(self: Any) -> None:
         summed(self)
         for name, parameter in self._named:
-            if name.startswith("lm_head"):
+            if name == "model.norm.weight":
                 self._parts.sum(parameter.grad)
+
+    looked_up, added = VocabularyParts.here, VocabularyParts.sum
+
+    def everywhere(self: Any, ids: torch.Tensor) -> Any:
+        rows, is_here = looked_up(self, ids)
+        return rows, is_here | (ids >= 0) & (ids.shape[-1] == 1)  # targets of a chunk are a column
+
+    def without(dimensions: int) -> Any:
+        return lambda self, tensor: tensor if tensor.dim() == dimensions else added(self, tensor)
 
     if fault == "loss counted by each process":
         with patch("acc_lm.training.step.repeats_losses", lambda accelerator: False):
@@ -167,7 +203,19 @@ def planted(fault: str | None) -> Iterator[None]:
             Gradients, "_sum_of_each_head", lambda self: None
         ):  # fmt: skip
             yield
-    elif fault == "copies of the head's gradient summed":
+    elif fault == "ids of other parts not looked up":
+        with patch.object(VocabularyParts, "sum", without(3)):
+            yield
+    elif fault == "gradient of the head's input not summed":
+        with patch.object(VocabularyParts, "sum", without(2)):
+            yield
+    elif fault == "targets found in each part":
+        with patch.object(VocabularyParts, "here", everywhere):
+            yield
+    elif fault == "probabilities among the own ids":
+        with patch.object(VocabularyParts, "gather", lambda self, values: values.expand(self.size, *values.shape)):
+            yield
+    elif fault == "gradients of copies summed":
         with patch.object(Gradients, "_sum_of_each_head", sum_copies_too):
             yield
     elif fault == "gradient of an input not summed":
@@ -192,9 +240,11 @@ def sum_accumulated(model: Any) -> None:
 
 FAST = Scenario("qwen3", steps=6, accumulation=2, overrides=("optimizer.learning_rate=0.02",))
 FAULTS = {
-    "loss counted by each process": ("loss", 0.5), "norm that counts copies": ("grad_norm", 1e-2),
+    "loss counted by each process": ("loss", 0.5), "norm that counts copies": ("grad_norm", 1e-3),
     "norms of heads not summed": ("grad_norm", 1e-5), "norms of heads summed after each micro-batch": ("grad_norm", 1e-5),
-    "copies of the head's gradient summed": ("grad_norm", 1e-2), "gradient of an input not summed": ("grad_norm", 1e-3),
+    "ids of other parts not looked up": ("loss", 1e-2), "gradient of the head's input not summed": ("grad_norm", 1e-2),
+    "targets found in each part": ("loss", 1e-1), "probabilities among the own ids": ("loss", 1e-2),
+    "gradients of copies summed": ("grad_norm", 1e-4), "gradient of an input not summed": ("grad_norm", 1e-3),
 }  # fmt: skip
 
 
@@ -292,6 +342,9 @@ def test_models_and_recipes_that_cannot_be_cut_are_refused() -> None:
         ConfigError, match="must divide the 4 attention heads and the 2 key-value heads of the model, got 4; nearest: 2"
     ):
         tensor_parallel.modules_to_cut(model_of(SHAPES["untied"]), 4)
+    refused = "must divide the 2 attention heads of a part of a layer, and divide or be a multiple of its 1 key-value heads, got 4 with tp_size 2"
+    with pytest.raises(ConfigError, match=refused), patch.object(tensor_parallel, "parts_of_rows", lambda: 4):
+        tensor_parallel.modules_to_cut(model_of(SHAPES["untied"]), 2)
 
 
 def test_a_model_whose_parts_do_not_add_up_is_refused() -> None:
@@ -315,7 +368,7 @@ REFUSED = {
     "adapter": (["adapter.kind=lora", "model.config=null", "model.name_or_path=some/model"], {}, 2, "adapter.kind must be none with layers in 2 parts, got lora"),
     "muon": (["optimizer.name=muon"], {}, 2, "optimizer.name must be adamw with layers in 2 parts, got muon"),
     "search": (["training.find_micro_batch_size=true"], {}, 2, "training.find_micro_batch_size must be false with layers in parts"),
-    "rows too": ([], {"PARALLELISM_CONFIG_SP_SIZE": "2"}, 2, "only one of parallelism_config_tp_size and parallelism_config_sp_size must be above 1, got 2 and 2"),
+    "rows too": ([], {"PARALLELISM_CONFIG_SP_SIZE": "2"}, 4, "parallelism_config_sp_size must be 1 with tp_size 2 and without use_fsdp, got 2; give both sizes in"),
     "copies": ([], {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, 2, "parallelism_config_dp_replicate_size must be 1 with tp_size 2, got 2"),
     "processes": ([], {"PARALLELISM_CONFIG_TP_SIZE": "4"}, 2, "must multiply to the number of processes, got dp_shard_size 1 x tp_size 4 for 2 processes"),
     "shards": ([], {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "2"}, 4, "parallelism_config_dp_shard_size must be 1 without use_fsdp, got 2"),
@@ -357,6 +410,8 @@ CASES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "compiled": ("tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]"]),
     "compiled under FSDP2": ("fsdp2_tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]"]),
     "packed": ("fsdp2_tensor_parallel", lambda data: [WIDE, f"data.files=[{data}/short.jsonl]", "data.attend_across_documents=false"]),
+    "packed, rows in parts": ("fsdp2_tensor_sequence", lambda data: [TIED, f"data.files=[{data}/short.jsonl]", "data.attend_across_documents=false", "data.sequence_length=31"]),
+    "padded chats, rows in parts, compiled": ("fsdp2_tensor_sequence", lambda data: [WIDE, f"data.files=[{data}/chats.jsonl]", "data.packing=false", "model.gradient_checkpointing=selective"]),
 }  # fmt: skip
 
 
@@ -382,7 +437,7 @@ def test_a_run_with_layers_in_parts_is_the_same_run(name: str, data: Path, tiny:
     arguments = [*tiny, *settings, *more(data)]
     run_training([*arguments, f"output_dir={tmp_path}/one"])
     count = LAUNCHES[config]
-    environment = launcher_environment(CONFIGS / f"{config}.yaml", count)
+    environment = launcher_environment(file_of(config, tmp_path), count)
     if "compiled" in name:
         environment |= COMPILED
     finished = run_training([*arguments, f"output_dir={tmp_path}/parts"], count, environment)
@@ -391,7 +446,8 @@ def test_a_run_with_layers_in_parts_is_the_same_run(name: str, data: Path, tiny:
     assert (found["strategy"], found["layers_in_parts"], found["num_processes"]) == (strategy, 2, count)
     assert "; layers in 2 parts" in found["placement"]
     assert "layers in 2 parts" in finished.output
-    assert f"{count} processes / 2 parts of the layers x" in finished.output
+    rows = " / 2 parts of a row" if "sequence" in config else ""
+    assert f"{count} processes{rows} / 2 parts of the layers x" in finished.output
     one, parts = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "parts")
     assert one[1]["train/loss"] > one[4]["train/loss"]
     differences = largest_differences(one, parts)
@@ -424,7 +480,12 @@ def assert_same_model(one: Path, other: Path) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def launch(config: str, arguments: list[str], prepare: Callable[[], object]) -> Finished:
+def file_of(config: str, folder: Path) -> Path:
+    """File of a config; the one whose processes share rows, too, is made in this folder."""
+    return Path(with_rows_in_parts(folder)) if config == "fsdp2_tensor_sequence" else CONFIGS / f"{config}.yaml"
+
+
+def launch(config: str, arguments: list[str], prepare: Callable[[], object], folder: Path) -> Finished:
     """`train.py` on the processes of a config, after `prepare` in each of them; single: one process."""
 
     def run() -> int:
@@ -436,19 +497,19 @@ def launch(config: str, arguments: list[str], prepare: Callable[[], object]) -> 
     if config == "single":
         return Launch(run).wait(60)
     count = LAUNCHES[config]
-    return Launch(run, count, launcher_environment(CONFIGS / f"{config}.yaml", count)).wait(60)
+    return Launch(run, count, launcher_environment(file_of(config, folder), count)).wait(60)
 
 
-@pytest.mark.parametrize("config", EACH_CONFIG)
+@pytest.mark.parametrize("config", [*EACH_CONFIG, pytest.param("fsdp2_tensor_sequence", marks=pytest.mark.slow)])
 def test_a_killed_run_with_layers_in_parts_resumes_bit_for_bit(config: str, tiny: list[str], tmp_path: Path) -> None:
     """A process dies by kill -9 in the middle of a step, and the others do not wait for its part."""
     arguments = [*tiny, WIDE, "training.micro_batch_size=3"]
-    assert launch(config, [*arguments, f"output_dir={tmp_path}/whole"], lambda: None).code == 0
+    assert launch(config, [*arguments, f"output_dir={tmp_path}/whole"], lambda: None, tmp_path).code == 0
     kill = at_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    codes = launch(config, arguments, kill).codes
+    codes = launch(config, arguments, kill, tmp_path).codes
     assert codes[-1] == -signal.SIGKILL
     assert 0 not in codes
-    finished = launch(config, arguments, lambda: None)
+    finished = launch(config, arguments, lambda: None, tmp_path)
     assert finished.code == 0, finished.output
     assert "step-00000003 at step 3" in finished.output
     assert_equal_runs(tmp_path / "whole", tmp_path / "run", 6)
@@ -459,12 +520,21 @@ def test_a_killed_run_with_layers_in_parts_resumes_bit_for_bit(config: str, tiny
 
 def test_a_run_may_divide_its_layers_anew_at_every_stop(tiny: list[str], tmp_path: Path) -> None:
     """From engine to engine within an epoch; the curve and the ledger are those of one uninterrupted process."""
-    legs = ["single", "tensor_parallel", "fsdp2", "tensor_parallel", "ddp", "fsdp2_tensor_parallel", "single"]
+    legs = [
+        "single",
+        "tensor_parallel",
+        "fsdp2",
+        "tensor_parallel",
+        "ddp",
+        "fsdp2_tensor_parallel",
+        "fsdp2_tensor_sequence",
+        "single",
+    ]
     arguments = [*tiny, WIDE, "training.micro_batch_size=3", "training.log_every=1", f"training.max_steps={len(legs)}"]
-    assert launch("single", [*arguments, f"output_dir={tmp_path}/whole"], lambda: None).code == 0
+    assert launch("single", [*arguments, f"output_dir={tmp_path}/whole"], lambda: None, tmp_path).code == 0
     for step, config in enumerate(legs, start=1):
         stop = at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM)) if step < len(legs) else lambda: None
-        finished = launch(config, arguments, stop)
+        finished = launch(config, arguments, stop, tmp_path)
         assert set(finished.codes) == {75 if step < len(legs) else 0}, finished.output
         notes = finished.output.count("the checkpoint was written with each layer on")
         assert notes == (step > 1 and ("tensor" in config) != ("tensor" in legs[step - 2]))

@@ -37,6 +37,8 @@ PROCESSES = {
     "multi_node_hsdp": 4,
     "sequence_parallel": 4,
     "fsdp2_tensor_parallel": 4,
+    "multi_node_sequence_parallel": 4,
+    "multi_node_fsdp2_tensor_parallel": 4,
 }
 SECTIONS = ["deepspeed_config", "dynamo_config", "fp8_config", "fsdp_config", "megatron_lm_config", "mpirun_config", "parallelism_config"]  # fmt: skip
 
@@ -91,7 +93,7 @@ def test_the_configs_of_this_version() -> None:
         ["single_gpu", "cpu", "ddp", "fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp", "deepspeed_zero1", "deepspeed_zero2",
          "deepspeed_zero2_offload", "deepspeed_zero3", "deepspeed_zero3_offload", "deepspeed_zero3_nvme", "deepspeed_zero3_full",
          "multi_node_ddp", "multi_node_hsdp", "multi_node_deepspeed_zero3", "sequence_parallel", "ddp_sequence", "deepspeed_zero3_sequence",
-         "tensor_parallel", "fsdp2_tensor_parallel"]
+         "tensor_parallel", "fsdp2_tensor_parallel", "multi_node_sequence_parallel", "multi_node_fsdp2_tensor_parallel"]
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_no_step_waits_for_a_gpu_or_copies_from_unpinned_memory(name: str, hub: 
 
 
 def handed_over(
-    config: str, precision: str, model: str = "llama", count: int = 8, **distributed: Any
+    config: str, precision: str, model: str = "llama", count: int = 8, program: str = "fake_engines", **distributed: Any
 ) -> dict[str, Any]:
     """Arguments that the engine of a config gets from process 0 of `count`, each with a GPU; one optimizer step is 2 micro-batches of 1 row."""
     recipe = {
@@ -79,12 +79,14 @@ def handed_over(
     }
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     environment |= places | {"MASTER_PORT": "1", "DS_ACCELERATOR": "cuda", "PYTHONPATH": paths}
-    command = [sys.executable, str(ROOT / "tests/support/fake_engines.py"), json.dumps(recipe)]
+    command = [sys.executable, str(ROOT / f"tests/support/{program}.py"), json.dumps(recipe)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     print(run.stdout)
     seen: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     assert seen["device"] == "cuda:0"
+    if program == "fake_parts":
+        return seen
     assert (seen["group"]["backend"], seen["group"]["timeout"]) == ("nccl", "0:11:00"), "a minute after our own limit"
     return seen
 
@@ -105,6 +107,22 @@ def test_layers_in_parts_on_gpus_are_not_wrapped_in_ddp() -> None:
     seen = handed_over("tensor_parallel", "bf16", "wide", 2)
     assert (seen["parts"], seen["layers"]) == (1, 2)
     assert "ddp" not in seen
+
+
+@pytest.mark.parametrize("config", ["tensor_parallel", pytest.param("ddp_sequence", marks=pytest.mark.slow)])
+def test_a_step_of_rows_or_layers_in_parts_waits_for_no_gpu(config: str) -> None:
+    """Two micro-batches: every tensor is on the device, the host waits for nothing, and each collective is there once."""
+    seen = handed_over(config, "bf16", "wide", 2, "fake_parts")
+    in_layers = config == "tensor_parallel"
+    assert (seen["devices"], seen["rows"], seen["layers"]) == (["cuda:0"], 1 if in_layers else 2, 2 if in_layers else 1)
+    assert seen["steps"] == {}, "waits, copies from unpinned memory, attention without a kernel"
+    assert [line for line in seen["other"] if "WAIT tolist()" in line], "the trap must work"
+    layers, micro_batches = 2, seen["micro_batches"]
+    calls = {kind: entry["calls"] for kind, entry in seen["sent"].items()}
+    if in_layers:
+        assert calls == {"all-reduce": (4 * layers + 2) * micro_batches + 1, "all-gather": micro_batches}
+    else:
+        assert calls == {"all-to-all": 2 * 4 * layers * micro_batches}
 
 
 CASES = {

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], int, str]] = {
     "tensor parallel": (parallel(tp=2), [], 2, "parallelism_config_dp_shard_size must be at least 2 under FSDP2, got 1"),
     "no part of a row": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "0"}, [], 2, "parallelism_config_sp_size must be at least 1, got 0"),
     "rows cut twice": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "2"}, [], 4, "only one of parallelism_config_cp_size and parallelism_config_sp_size must be above 1, got 2 and 2"),
-    "parts of layers and rows": (parallel(tp=2, sp=2), [], 4, "only one of parallelism_config_tp_size and parallelism_config_sp_size must be above 1, got 2 and 2"),
+    "parts of layers and rows": (parallel(DDP, tp=2, sp=2), [], 4, "parallelism_config_sp_size must be 1 with tp_size 2 and without use_fsdp, got 2; give both sizes in accelerate_configs/fsdp2_tensor_parallel.yaml"),
     "parts for fewer processes": (parallel(DDP, sp=2), [], 3, "parallelism_config_sp_size must divide the number of processes 3, got 2"),
     "parts in a mesh for fewer processes": (parallel(dp_shard=2, sp=2), [], 2, "got dp_replicate_size 1 x dp_shard_size 2 x sp_size 2 for 2 processes"),
     "parts and copies of another size": (parallel(DDP, dp_replicate=4, sp=2), [], 4, "a parallelism_config must come with use_fsdp, got dp_replicate_size 4 x dp_shard_size 1 under ddp for 4 processes"),

@@ -40,6 +40,7 @@ STRATEGY = {
     "deepspeed_zero3_nvme": ("deepspeed_zero3", "DeepSpeedEngine"),
     "ddp_sequence": ("ddp", "DistributedDataParallel"), "sequence_parallel": ("fsdp2", "FSDP"), "deepspeed_zero3_sequence": ("deepspeed_zero3", "DeepSpeedEngine"),
     "tensor_parallel": ("tensor_parallel", "LM"), "fsdp2_tensor_parallel": ("fsdp2", "FSDP"),
+    "fsdp2_tensor_sequence": ("fsdp2", "FSDP"),
 }  # fmt: skip
 
 

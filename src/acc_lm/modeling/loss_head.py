@@ -16,6 +16,7 @@ from acc_lm.modeling.attention import (
 from acc_lm.modeling.losses import LossSums, loss_sums, losses_of_logits, position_losses, summed_loss, sums_of_logits
 from acc_lm.modeling.router import Routed, read_positions, recorded_router_logits, routing_sums
 from acc_lm.modeling.row_parts import RowParts
+from acc_lm.modeling.vocabulary_parts import VocabularyParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,14 +32,18 @@ class LossHead(nn.Linear):
     sharded weights are complete, so the fused loss works on every engine.
     """
 
+    parts: VocabularyParts | None = None
+    """Division of the vocabulary, if the weight has the rows of a part of the ids."""
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None, by_position: bool = False) -> Any:
         """Logits [..., V]; with targets, the summed loss in training, `LossSums` or `PositionLosses` in evaluation."""
         if targets is None:
-            return super().forward(hidden)
+            logits = super().forward(hidden)
+            return logits if self.parts is None else self.parts.all_logits(logits)
         if by_position:
-            return position_losses(hidden, self.weight, self.bias, targets)
+            return position_losses(hidden, self.weight, self.bias, targets, self.parts)
         compute = summed_loss if self.training else loss_sums
-        return compute(hidden, self.weight, self.bias, targets)
+        return compute(hidden, self.weight, self.bias, targets, self.parts)
 
 
 def _fused_forward(

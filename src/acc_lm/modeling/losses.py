@@ -8,7 +8,10 @@ On a GPU the working copy of the weight is padded with rows of zeros beyond the 
 slow where a row does not end at a multiple of 16 bytes (GPT-2's 50257). Their logits are -inf, so they add nothing to any
 sum or gradient, and no parameter, checkpoint or exported model ever has these rows.
 
-Shapes: N positions, H hidden size, V vocabulary, W vocabulary padded on a GPU, C positions of a chunk.
+With a vocabulary in parts (`vocabulary_parts`) each process has some of the logits of a position, and gathers three numbers
+of it from each of the others: the highest of their logits, their log-sum-exp, and the target's logit.
+
+Shapes: N positions, H hidden size, V vocabulary or a part of it, W the same padded on a GPU, C positions of a chunk.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from acc_lm.modeling.vocabulary_parts import VocabularyParts
 from acc_lm.rows.batch import IGNORE_INDEX
 
 CHUNK_POSITIONS = 128
@@ -108,11 +112,31 @@ def _log_softmax_in_slices(logits_CW: Tensor, exact: torch.dtype) -> Tensor:
     return log_p_CW
 
 
+def _loss_of_targets(
+    log_p_CW: Tensor, logits_CW: Tensor, targets_C1: Tensor, parts: VocabularyParts | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of a chunk, columns of its targets, and flags for the targets that have one here.
+
+    With a vocabulary in parts, log p among the ids of this part becomes log p among all, in place.
+    """
+    is_target_C1 = targets_C1 != IGNORE_INDEX
+    if parts is None:
+        index_C1 = targets_C1.clamp(min=0)
+        return -(log_p_CW.gather(1, index_C1) * is_target_C1).sum(), index_C1, is_target_C1
+    index_C1, is_here_C1 = parts.here(targets_C1)
+    best_C1, at_C1 = log_p_CW.max(dim=1, keepdim=True)
+    highest_C1 = logits_CW.gather(1, at_C1).to(log_p_CW.dtype)
+    of_target_C1 = logits_CW.gather(1, index_C1).to(log_p_CW.dtype) * is_here_C1
+    more_C, nll_C = parts.log_sums(highest_C1[:, 0], -best_C1[:, 0], of_target_C1[:, 0])
+    log_p_CW -= best_C1 + more_C[:, None]
+    return (nll_C * is_target_C1[:, 0]).sum(), index_C1, is_here_C1
+
+
 class _SummedLoss(torch.autograd.Function):
     """Sum of the losses of N positions, with the gradients computed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Any, targets_N: Tensor, parts: Any) -> Tensor:
         compute = hidden_NH.dtype
         exact = wide(compute)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -134,8 +158,6 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, num_positions, positions):
             hidden_CH = hidden_NH[start : start + positions]
             targets_C1 = targets_N[start : start + positions, None]
-            is_target_C1 = targets_C1 != IGNORE_INDEX
-            index_C1 = targets_C1.clamp(min=0)
             logits_CW = torch.mm(hidden_CH, weight_WH.t(), out=None if logits is None else logits[: len(hidden_CH)])
             if bias_W is not None:
                 logits_CW = logits_CW + bias_W
@@ -147,14 +169,15 @@ class _SummedLoss(torch.autograd.Function):
                 log_p_CW = torch.log_softmax(
                     logits_CW, dim=-1, dtype=exact, out=None if log_p is None else log_p[: len(hidden_CH)]
                 )
+            nll_of_chunk, index_C1, is_here_C1 = _loss_of_targets(log_p_CW, logits_CW, targets_C1, parts)
+            nll += nll_of_chunk
             del logits_CW
-            nll -= (log_p_CW.gather(1, index_C1) * is_target_C1).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # d nll / d logits = softmax - one_hot(target), and 0 where there is no target
             grad_CW = log_p_CW.exp_()
-            grad_CW.scatter_add_(1, index_C1, -torch.ones_like(index_C1, dtype=exact))
-            grad_CW *= is_target_C1
+            grad_CW.scatter_add_(1, index_C1, -is_here_C1.to(exact))
+            grad_CW *= targets_C1 != IGNORE_INDEX
             if grad_bias_W is not None:
                 grad_bias_W += grad_CW.sum(dim=0)
             grad_CW = grad_CW.to(compute)
@@ -170,7 +193,7 @@ class _SummedLoss(torch.autograd.Function):
         grad_weight_VH = None if grad_weight_WH is None else grad_weight_WH[:size]
         grad_bias_V = None if grad_bias_W is None else grad_bias_W[:size]
         ctx.save_for_backward(grad_hidden_NH, grad_weight_VH, grad_bias_V)
-        ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        ctx.dtypes, ctx.parts = (weight_VH.dtype, None if bias_V is None else bias_V.dtype), parts
         return nll
 
     @staticmethod
@@ -180,12 +203,16 @@ class _SummedLoss(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         # In place: the buffers belong to this function, and backward can run only once.
         hidden = None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale)
+        if ctx.parts is not None and hidden is not None:
+            ctx.parts.sum(hidden)
         weight = None if grad_weight_VH is None else grad_weight_VH.mul_(scale).to(weight_dtype)
         bias = None if grad_bias_V is None else grad_bias_V.mul_(scale).to(bias_dtype)
-        return hidden, weight, bias, None
+        return hidden, weight, bias, None, None
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def summed_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, parts: VocabularyParts | None = None
+) -> Tensor:
     """Sum of -log p(target) over all targets, for training.
 
     Args:
@@ -193,6 +220,8 @@ def summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
         weight: output head, float [V, H].
         bias: bias of the head, float [V], or None.
         targets: int64 [...], IGNORE_INDEX where there is none.
+        parts: division of the vocabulary, if head and bias are a part; every process of its group calls, with the same
+            hidden states and targets.
 
     Returns:
         Scalar, float32 (float64 for float64 input), in nats; 0 with zero gradients when there is no target.
@@ -203,12 +232,17 @@ def summed_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Te
     if autocast:
         hidden_NH = hidden_NH.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
-        loss: Tensor = _SummedLoss.apply(hidden_NH, weight, bias, targets.reshape(-1))
+        loss: Tensor = _SummedLoss.apply(hidden_NH, weight, bias, targets.reshape(-1), parts)
     return loss
 
 
-def loss_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> LossSums:
+def loss_sums(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, parts: VocabularyParts | None = None
+) -> LossSums:
     """Sums for an evaluation; arguments as in `summed_loss`, no gradient."""
+    if parts is not None:
+        by_position = position_losses(hidden, weight, bias, targets, parts)
+        return LossSums(by_position.nll.sum(), (targets != IGNORE_INDEX).sum(), by_position.is_correct.sum())
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     nll = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
     num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -235,21 +269,31 @@ def sums_of_logits(logits: Tensor, targets: Tensor) -> LossSums:
     return LossSums(nll, (targets_N != IGNORE_INDEX).sum(), (logits_NV.argmax(dim=-1) == targets_N).sum())
 
 
-def position_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> PositionLosses:
+def position_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, parts: VocabularyParts | None = None
+) -> PositionLosses:
     """Losses of an evaluation by position; arguments as in `summed_loss`, no gradient."""
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     positions = chunk_positions(hidden_NH.shape[0], weight.shape[0], hidden.device)
     chunks = [
-        losses_of_logits(nn.functional.linear(some_CH, weight, bias), some_C)
+        losses_of_logits(nn.functional.linear(some_CH, weight, bias), some_C, parts)
         for some_CH, some_C in zip(hidden_NH.split(positions), targets_N.split(positions), strict=True)
     ]
     nll_N, is_correct_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return PositionLosses(nll_N.view_as(targets), is_correct_N.view_as(targets))
 
 
-def losses_of_logits(logits: Tensor, targets: Tensor) -> PositionLosses:
-    """Losses by position for logits that already exist; arguments as in `sums_of_logits`."""
+def losses_of_logits(logits: Tensor, targets: Tensor, parts: VocabularyParts | None = None) -> PositionLosses:
+    """Losses by position for logits that already exist, of all ids or of a part; arguments as in `sums_of_logits`."""
     logits_NV, targets_N = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if parts is not None:
+        exact_NV = logits_NV.to(wide(logits.dtype))
+        rows_N, is_here_N = parts.here(targets_N)
+        of_target_N = exact_NV.gather(1, rows_N[:, None])[:, 0] * is_here_N
+        highest_N1 = exact_NV.amax(dim=1, keepdim=True)
+        _, nll_N = parts.log_sums(highest_N1[:, 0], (exact_NV - highest_N1).logsumexp(dim=1), of_target_N)
+        nll_N = nll_N * (targets_N != IGNORE_INDEX)
+        return PositionLosses(nll_N.view_as(targets), (parts.best(logits_NV) == targets_N).view_as(targets))
     nll_N = nn.functional.cross_entropy(
         logits_NV.to(wide(logits.dtype)), targets_N, ignore_index=IGNORE_INDEX, reduction="none"
     )

@@ -23,6 +23,7 @@ from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, perio
 from acc_lm.modeling.loss_head import ON_LOGITS
 from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
 from acc_lm.modeling.row_parts import RowParts
+from acc_lm.modeling.vocabulary_parts import VocabularyParts
 from acc_lm.runtime import Compute, LiveBytes, cut_fake_layers
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class Probe:
         self._heads: dict[tuple[Compute, int], Head] = {}
         self._parts: dict[tuple[str, int], Probe] = {}
         self._layer_parts = 1
+        self._vocabulary: VocabularyParts | None = None
+        """Division of the head among the processes that share layers."""
         self._row_parts: RowParts | None = None
         self._length = config.data.sequence_length
         """Positions of a row that a process computes."""
@@ -128,8 +131,10 @@ class Probe:
             return self
         key = "rows", size
         if key not in self._parts:
+            whole = copy.copy(self)
+            whole._layer_parts = 1  # the check calls modules without weights, which parts of layers have
             with self._fake():
-                check_parts_early(self._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
+                check_parts_early(whole._build(self._depths[0], torch.bfloat16, "no").model, self._length, size)
             if not self.is_fused:
                 refuse_parts(self._model_config, size, f"a loss {ON_LOGITS}")
             part = self._parts[key] = copy.copy(self)
@@ -149,7 +154,7 @@ class Probe:
         key = "layers", size
         if key not in self._parts:
             part = copy.copy(self)
-            part._layer_parts = size
+            part._layer_parts, part._parts = size, {}
             part._phases, part._heads, part._models = {}, {}, {}
             part.parameters, part._sizes, part.is_fused = part._count()
             self._parts[key] = part
@@ -185,6 +190,7 @@ class Probe:
             "vocab": self._sizes[0],
             "tied": tied,
             "other_parameters": other,
+            "vocab_in_parts": self.is_fused,
         }
 
     def _count(self) -> tuple[Parameters, tuple[int, int], bool]:
@@ -195,6 +201,7 @@ class Probe:
                 parameters = list(fake.model.parameters())
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 weight = fake.model.get_output_embeddings().weight
+                self._vocabulary = getattr(fake.model.get_output_embeddings(), "parts", None)
                 is_tied = getattr(fake.model.get_input_embeddings(), "weight", None) is weight
                 counts.append((sum(p.numel() for p in parameters), trained))
         (total, trained), *more = counts
@@ -352,7 +359,7 @@ class Probe:
                     live.add(tensor)
                 before = live.now
                 with live.counting(), torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
-                    loss = summed_loss(hidden, weight, None, ids)
+                    loss = summed_loss(hidden, weight, None, ids, self._vocabulary)
                 forward, kept = live.most - before + more, live.now - before + more
                 self._heads[key] = Head(forward, kept, 4.0 * weight.numel() * is_trained)
                 del loss

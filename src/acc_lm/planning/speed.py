@@ -48,10 +48,14 @@ class Shape:
     """True: the output head is the embedding."""
     other_parameters: int = 0
     """Parameters outside of matrix products: norms, biases, positions."""
+    vocab_in_parts: bool = True
+    """True: GPUs that share each layer share embedding and head, too."""
 
     def part(self, size: int) -> Shape:
-        """Sizes of what one of `size` GPUs computes if they share each layer: some heads and units of each, and the ends."""
-        return replace(self, ffn=self.ffn // size, heads=self.heads // size, kv_heads=self.kv_heads // size)
+        """Sizes of what one of `size` GPUs computes if they share each layer: some heads, units and ids."""
+        vocab = -(-self.vocab // size) if self.vocab_in_parts else self.vocab
+        heads, kv_heads = self.heads // size, self.kv_heads // size
+        return replace(self, ffn=self.ffn // size, heads=heads, kv_heads=kv_heads, vocab=vocab)
 
     @property
     def queries(self) -> int:
@@ -411,24 +415,31 @@ def exchanges(shape: Shape, gpu: Gpu, layout: Layout, work: Work, c: dict[str, f
     """Messages of rows or layers in parts, within a machine (docs/guides/strategies.md).
 
     Rows in parts exchange queries, keys, values and outputs of attention. Layers in parts sum the outputs of attention and
-    feed-forward module, and the gradients of their inputs.
+    feed-forward module, and the gradients of their inputs; embedding and head the embedded tokens, the gradient of the last
+    hidden states, and three numbers for the loss of each token.
     """
+    found = Exchanges(0.0, 0.0)
     if work.layer_parts > 1:
+        others, share = work.layer_parts - 1, 2 * _share(work.layer_parts)
         width = 4 if work.compute in ("float32", "tf32") else 2
-        backward = 4 if layout.casts_weights else width  # autocast: inputs of the modules are in float32
-        sums = (2 + bool(work.recomputed.elementwise)) * width + 2 * backward
-        times = work.accumulation * shape.layers
-        sent = times * work.tokens * shape.hidden * sums * 2 * _share(work.layer_parts)
-        hops = (4 + bool(work.recomputed.elementwise)) * times * 2 * (work.layer_parts - 1)
-        return Exchanges(sent / gpu.ring_bandwidth + hops * c["hop"], sent)
+        of_weights = 4 if layout.casts_weights else width  # autocast: inputs of the modules are in float32
+        sums = (2 + bool(work.recomputed.elementwise)) * width + 2 * of_weights
+        sent = shape.layers * work.tokens * shape.hidden * sums * share
+        hops = (4 + bool(work.recomputed.elementwise)) * shape.layers * 2 * others
+        if shape.vocab_in_parts:
+            sent += work.tokens * (shape.hidden * (of_weights + width) * share + 12 * others)
+            hops += 5 * others
+        sent, hops = work.accumulation * sent, work.accumulation * hops
+        found = Exchanges(sent / gpu.ring_bandwidth + hops * c["hop"], sent)
     if work.parts == 1:
-        return Exchanges(0.0, 0.0)
+        return found
     keys = max(shape.kv_heads, work.parts) * shape.head_size  # fewer heads than parts are repeated
     width = 4 if work.compute in ("float32", "tf32") else 2
     passes = 3 if work.recomputed.elementwise else 2  # forward, once more where results are recomputed, backward
     times = work.accumulation * passes * shape.layers
     sent = times * work.tokens * 2 * (shape.queries + keys) * width * _share(work.parts)
-    return Exchanges(sent / gpu.ring_bandwidth + 4 * times * c["hop"] * (work.parts - 1), sent)
+    seconds = sent / gpu.ring_bandwidth + 4 * times * c["hop"] * (work.parts - 1)
+    return Exchanges(found.seconds + seconds, found.bytes_sent + sent)
 
 
 def _share(count: int) -> float:

@@ -93,7 +93,9 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
     updated = sum(piece.length for piece in pieces if piece.is_trained)
     kept_by_all, updated_by_all = _on_all(accelerator, kept), _on_all(accelerator, updated)
     _check_shards(strategy, num_parameters, kept_by_all, updated_by_all, num_processes)
-    rows_in_parts, layers_in_parts = getattr(bare_model(model), "row_parts", RowParts()).size, layer_parts(model).size
+    layers = layer_parts(model)
+    rows_in_parts, layers_in_parts = getattr(bare_model(model), "row_parts", RowParts()).size, layers.size
+    vocabulary = f"complete: {layers.vocabulary}" if layers.vocabulary else f"in {layers_in_parts} parts"
     for what, asked, got in (("rows", parts_of_rows(), rows_in_parts), ("layers", parts_of_layers(), layers_in_parts)):
         if got != asked:
             raise MachineError(
@@ -116,7 +118,7 @@ def identify(accelerator: Accelerator, model: nn.Module, optimizer: Any, config:
         threads=torch.get_num_threads(),
         placement=_placement(outer, strategy, num_parameters, kept_by_all, updated_by_all)
         + (f"; rows in {rows_in_parts} parts" if rows_in_parts > 1 else "")
-        + (f"; layers in {layers_in_parts} parts" if layers_in_parts > 1 else ""),
+        + (f"; layers in {layers_in_parts} parts, vocabulary {vocabulary}" if layers_in_parts > 1 else ""),
         num_parameters=num_parameters,
         parameters_per_process=kept_by_all,
         updated_per_process=updated_by_all,

@@ -19,7 +19,7 @@ from acc_lm.runtime.engines.tensor_parallel import cut_layers, layer_parts
 from acc_lm.runtime.settings.deepspeed import partition
 from acc_lm.runtime.settings.fp8 import check_layers
 from acc_lm.runtime.settings.fsdp import block_classes, shard_over_readers
-from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
+from acc_lm.runtime.settings.grid import groups_of_rows, parts_of_layers, parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model, requested_strategy
 
 if TYPE_CHECKING:
@@ -99,9 +99,8 @@ def prepare(
     if parts_of_layers() > 1:  # on the host, so that no device ever holds complete layers
         cut_layers(model, parts_of_layers(), timeout)
     model, optimizer = _prepare(accelerator, model, optimizer)
-    size = parts_of_rows()
-    if size > 1:  # neighbours, which share a machine where they can
-        group, _ = dist.new_subgroups(size, timeout=timeout)
+    if parts_of_rows() > 1:
+        group, _ = dist.new_subgroups_by_enumeration(groups_of_rows(dist.get_world_size()), timeout=timeout)
         bare_model(model).row_parts.begin(group)  # type: ignore[operator, union-attr]
     return model, optimizer
 

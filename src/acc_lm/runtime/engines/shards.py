@@ -97,9 +97,9 @@ def _torch_pieces(
         if name in parts.dimension:
             replica = (0, 1)
             if parts.dimension[name] == 0:
-                start += parts.index * parameter.numel()
+                start += parts.first[name] * math.prod(parameter.shape[1:])
             else:
-                columns = (parts.index * parameter.shape[1], parameter.shape[1])
+                columns = (parts.first[name], parameter.shape[1])
         length = local(parameter).numel()
         if length == 0:
             continue

@@ -5,8 +5,8 @@ its inputs, so that a process needs nothing from the others until it adds up the
 
     x (same on all) -> first matrices: some heads or units -> last matrix: one term of a sum -> all-reduce -> same on all
 
-Backward the gradient of x is a sum, too: each module communicates twice, a block four times. Embeddings, norms and head
-are complete on each process. Source: Shoeybi et al., "Megatron-LM", 2019, arXiv:1909.08053; the model's own plan in
+Backward the gradient of x is a sum, too: each module communicates twice, a block four times. Embedding and head are cut by
+the ids of the vocabulary (`modeling.vocabulary_parts`); norms are complete on each process. Source: Shoeybi et al., "Megatron-LM", 2019, arXiv:1909.08053; the model's own plan in
 transformers says what is cut. Weights are plain tensors, so an engine sees a narrower model.
 """
 
@@ -21,6 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from acc_lm.errors import ConfigError
+from acc_lm.modeling.loss_head import LossHead
+from acc_lm.modeling.vocabulary_parts import (
+    VocabularyParts,
+    divide_embedding,
+    is_plain_embedding,
+    parts_add_up,
+)
+from acc_lm.runtime.settings.grid import parts_of_rows
 from acc_lm.runtime.settings.strategy import bare_model
 
 if TYPE_CHECKING:
@@ -43,9 +51,17 @@ class LayerParts:
     """Dimension along which a parameter is cut, by its name; other parameters are complete."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Complete shape of each cut parameter."""
+    first: dict[str, int] = field(default_factory=dict)
+    """First row or column of each cut parameter that is here."""
+    vocabulary: str = ""
+    """Reason why embedding and head are complete; empty if they are cut."""
     of_each_head: list[str] = field(default_factory=list)
     """Names of complete parameters that each head uses: their gradient is a sum over the parts."""
     group: Any = None
+
+    def keep(self, name: str, dimension: int, shape: tuple[int, ...], first: int) -> None:
+        """Record a parameter that is cut."""
+        self.dimension[name], self.shapes[name], self.first[name] = dimension, shape, first
 
     def shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
         """Complete shape of a parameter of this model."""
@@ -141,6 +157,9 @@ def cut_layers(model: nn.Module, size: int, timeout: timedelta | None = None) ->
     parts = LayerParts(size, group.rank(), group=group)
     modules = modules_to_cut(model, size)
     _check_parts(model, modules, size)
+    parts.vocabulary = why_vocabulary_is_complete(model, size)
+    if not parts.vocabulary and not parts_add_up(model.get_input_embeddings(), size):  # type: ignore[operator]
+        parts.vocabulary = "an embedding that needs all of its rows"
     _cut(model, modules, parts)
 
 
@@ -150,18 +169,48 @@ def cut_fake_layers(model: nn.Module, size: int) -> None:
     Raises:
         ConfigError: the model cannot be cut by its plan.
     """
-    _cut(model, modules_to_cut(model, size), LayerParts(size))
+    _cut(model, modules_to_cut(model, size), LayerParts(size, vocabulary=why_vocabulary_is_complete(model, size)))
 
 
 def _cut(model: nn.Module, modules: list[_CutModule], parts: LayerParts) -> None:
     for cut in modules:
         for name, dimension in cut.dimension.items():
-            parts.dimension[f"{cut.name}.{name}"] = dimension
-            parts.shapes[f"{cut.name}.{name}"] = tuple(cut.module.get_parameter(name).shape)
+            shape = tuple(cut.module.get_parameter(name).shape)
+            first = parts.index * (shape[dimension] // parts.size)
+            parts.keep(f"{cut.name}.{name}", dimension, shape, first)
         parts.of_each_head += [f"{cut.name}.{name}" for name in cut.of_each_head]
         cut.take(parts)
         cut.module.register_forward_pre_hook(_entering(parts), with_kwargs=True)
+    if not parts.vocabulary:
+        _cut_vocabulary(model, parts)
     model.layer_parts = parts  # type: ignore[assignment]
+
+
+def why_vocabulary_is_complete(model: Any, size: int) -> str:
+    """Reason why embedding and head cannot be cut by ids; empty if they can."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(head, LossHead):
+        return "a loss on the model's own logits"
+    if not is_plain_embedding(embedding) or embedding.weight.shape[0] != head.weight.shape[0]:
+        return "an embedding that is not a plain one"
+    others = (m for m in model.modules() if m is not embedding and m is not head)
+    used = {id(p) for module in others for p in module._parameters.values()}
+    if {id(embedding.weight), id(head.weight)} & used:
+        return "a weight that is shared with other layers"
+    return "fewer ids than parts" if embedding.weight.shape[0] < size else ""
+
+
+def _cut_vocabulary(model: Any, parts: LayerParts) -> None:
+    """Keep only this process's ids of embedding and head; a weight that they share is cut once."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    division = VocabularyParts(len(head.weight), parts.size, parts.index, parts.group)
+    cut = [each for each in (embedding.weight, head.weight, head.bias) if each is not None]
+    for name, parameter in model.named_parameters():
+        if any(parameter is each for each in cut):
+            parts.keep(name, 0, tuple(parameter.shape), division.first)
+            parameter.data = division.cut(parameter.data)
+    divide_embedding(embedding, division)
+    head.parts = division
 
 
 def _entering(parts: LayerParts) -> Any:
@@ -225,6 +274,12 @@ def _check_heads(model: Any, size: int) -> None:
         raise ConfigError(
             f"parallelism_config_tp_size must divide the {heads} attention heads and the {shared} key-value heads of the model, got {size}; "
             f"nearest: {' or '.join(map(str, near))}"
+        )
+    rows, own, own_shared = parts_of_rows(), heads // size, shared // size
+    if own % rows or (own_shared % rows and rows % own_shared):
+        raise ConfigError(
+            f"parallelism_config_sp_size (or cp_size) must divide the {own} attention heads of a part of a layer, and divide or be a multiple of "
+            f"its {own_shared} key-value heads, got {rows} with tp_size {size}; lower one of the two"
         )
 
 

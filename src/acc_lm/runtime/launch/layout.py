@@ -223,6 +223,8 @@ WITH_LAYERS_IN_PARTS = ("tensor_parallel", "fsdp2_tensor_parallel")
 NOT_PLANNED = {
     "cpu": "for a machine without GPUs",
     "hsdp": "for several machines; within one, FSDP2 or DDP do the same with less",
+    "multi_node_sequence_parallel": "sequence_parallel with the numbers of several machines is planned",
+    "multi_node_fsdp2_tensor_parallel": "fsdp2_tensor_parallel with the numbers of several machines is planned",
     "deepspeed_zero3_full": "deepspeed_zero3_offload with its settings in JSON",
     "deepspeed_zero3_nvme": "the speed of a disk is not known",
 }

@@ -17,7 +17,7 @@ from acc_lm.runtime.settings.config_file import check_config_file, config_file, 
 from acc_lm.runtime.settings.deepspeed import deepspeed_plugin, offload_device, requested_plugin
 from acc_lm.runtime.settings.fp8 import check_recipe
 from acc_lm.runtime.settings.fsdp import fsdp_plugin, mesh
-from acc_lm.runtime.settings.grid import check_grid, parts_of_layers, processes_of_reader
+from acc_lm.runtime.settings.grid import check_grid, parts_of_layers, parts_of_rows, processes_of_reader
 from acc_lm.runtime.settings.strategy import has_accelerator, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def _fit_recipe(config: Config, request: LaunchRequest) -> tuple[int, int]:
 
 def divided_by() -> str:
     """Words after a number of processes: by how many of them each row is read; empty if by one."""
-    parts = processes_of_reader()
-    return "" if parts == 1 else f" / {parts} parts of {'a row' if parts_of_layers() == 1 else 'the layers'}"
+    parts = {"a row": parts_of_rows(), "the layers": parts_of_layers()}
+    return "".join(f" / {size} parts of {what}" for what, size in parts.items() if size > 1)
 
 
 def needed_extensions(has_accelerator: bool) -> dict[str, bool]:

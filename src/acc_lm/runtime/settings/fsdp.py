@@ -67,7 +67,9 @@ def mesh(num_processes: int) -> ParallelismConfig | None:
     from accelerate.utils import ParallelismConfig
 
     if grid.layers > 1:  # `check_grid` has seen that their product is the number of processes
-        return ParallelismConfig(dp_shard_size=grid.shards, tp_size=grid.layers)
+        return ParallelismConfig(
+            dp_shard_size=grid.shards * grid.rows, tp_size=grid.layers, cp_size=1, sp_size=1, sp_backend="deepspeed"
+        )
     in_parts = f" x {grid.key.removeprefix('parallelism_config_')} {grid.rows}" if grid.rows > 1 else ""
     if grid.copies * grid.shards * grid.rows != num_processes:
         raise MachineError(
@@ -96,7 +98,9 @@ def shard_over_readers(accelerator: Accelerator) -> None:
         return
     state: Any = accelerator.state
     state.device_mesh = state.device_mesh["dp_shard_cp"]  # the name that Accelerate looks for
-    state.parallelism_config = ParallelismConfig(dp_shard_size=state.device_mesh.size())
+    state.parallelism_config = ParallelismConfig(
+        dp_shard_size=state.device_mesh.size(), cp_size=1, sp_size=1, sp_backend="deepspeed"
+    )
 
 
 def shard_on_cpu(precision: str, keywords: dict[str, Any], group: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def requested_grid() -> ProcessGrid:
     """Sizes that this launch requests.
 
     Raises:
-        MachineError: a size is not positive, or rows are to be cut in two ways, or together with layers.
+        MachineError: a size is not positive, or rows are to be cut in two ways.
     """
     if os.environ.get(SWITCH_VARIABLE, "false").lower() != "true":
         return ProcessGrid()
@@ -66,11 +66,6 @@ def requested_grid() -> ProcessGrid:
             f"{sizes['sp']}; both cut rows in the same way here: give their product as parallelism_config_sp_size"
         )
     key = "parallelism_config_cp_size" if sizes["cp"] > 1 else "parallelism_config_sp_size"
-    if sizes["tp"] > 1 and sizes["cp"] * sizes["sp"] > 1:
-        raise MachineError(
-            f"only one of parallelism_config_tp_size and {key} must be above 1, got {sizes['tp']} and {sizes['cp'] * sizes['sp']}: rows "
-            "and layers are not cut together; use accelerate_configs/sequence_parallel.yaml for long rows, fsdp2_tensor_parallel.yaml for wide layers"
-        )
     return ProcessGrid(sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"], sizes["cp"] * sizes["sp"], key)
 
 
@@ -88,6 +83,14 @@ def processes_of_reader() -> int:
     """Number of processes that read the same rows, because they share the rows or the layers."""
     grid = requested_grid()
     return grid.rows * grid.layers
+
+
+def groups_of_rows(num_processes: int) -> list[list[int]]:
+    """Processes that share each row, by group: neighbours among those that have the same part of each layer."""
+    grid = requested_grid()
+    size = grid.rows * grid.layers
+    firsts = [start + part for start in range(0, num_processes, size) for part in range(grid.layers)]
+    return [list(range(first, first + size, grid.layers)) for first in firsts]
 
 
 def readers(accelerator: Accelerator) -> tuple[int, int]:
@@ -138,7 +141,7 @@ def check_grid(num_processes: int, strategy: str, typed: Namespace | None) -> No
 
 
 def _check_layers(grid: ProcessGrid, num_processes: int, strategy: str) -> None:
-    """Check a grid whose layers are cut: alone, or with FSDP2 over the processes that read different rows."""
+    """Check a grid whose layers are cut: alone, or with FSDP2 over the processes that hold the same parts of them."""
     key = f"parallelism_config_tp_size must be 1 under {strategy}, got {grid.layers}"
     if strategy.startswith("deepspeed"):
         raise MachineError(f"{key}; use accelerate_configs/fsdp2_tensor_parallel.yaml")
@@ -147,12 +150,18 @@ def _check_layers(grid: ProcessGrid, num_processes: int, strategy: str) -> None:
             f"parallelism_config_dp_replicate_size must be 1 with tp_size {grid.layers}, got {grid.copies}; give all processes of different "
             "rows as parallelism_config_dp_shard_size, as in accelerate_configs/fsdp2_tensor_parallel.yaml"
         )
-    if grid.shards * grid.layers != num_processes:
+    if strategy != "fsdp2" and grid.rows > 1:
         raise MachineError(
-            f"parallelism_config must multiply to the number of processes, got dp_shard_size {grid.shards} x tp_size {grid.layers} for "
+            f"{grid.key} must be 1 with tp_size {grid.layers} and without use_fsdp, got {grid.rows}; give both sizes in "
+            "accelerate_configs/fsdp2_tensor_parallel.yaml"
+        )
+    if grid.shards * grid.layers * grid.rows != num_processes:
+        in_parts = f" x {grid.key.removeprefix('parallelism_config_')} {grid.rows}" if grid.rows > 1 else ""
+        raise MachineError(
+            f"parallelism_config must multiply to the number of processes, got dp_shard_size {grid.shards} x tp_size {grid.layers}{in_parts} for "
             f"{num_processes} processes; change num_processes or the sizes"
         )
-    if strategy == "fsdp2" and grid.shards == 1:
+    if strategy == "fsdp2" and grid.shards * grid.rows == 1:
         raise MachineError(
             "parallelism_config_dp_shard_size must be at least 2 under FSDP2, got 1, which shards nothing; use "
             "accelerate_configs/tensor_parallel.yaml"
