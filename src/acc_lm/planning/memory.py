@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from acc_lm.planning.hardware import GIB
-from acc_lm.planning.probe import Checkpointing, Probe
+from acc_lm.planning.probe import Checkpointing, Probe, Used
 from acc_lm.runtime import KEPT, MAX_FLAT, MAX_LIVE, PREFETCHED, Placement
 
 CUDA, NCCL = 0.6 * GIB, 1.0 * GIB
@@ -89,7 +89,10 @@ def _moments(
     counts = probe.parameters
     body = probe.phases(micro_batch_size, checkpointing, compute=placement.compute)
     head = probe.head(micro_batch_size, compute=placement.compute)
-    block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute)
+    used: Used = "backward"  # gradients of a block are reduced together, of ZeRO-3 each when it is complete
+    if placement.gathers == "limited":
+        used = "freeing" if counts.total <= KEPT else "sending"
+    block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute, weights=used)
     gathered = _gathered(probe, placement)
     is_cast, is_sharded = placement.compute == "cast", placement.shards_gradients
     size = 2 if is_cast else 4
