@@ -138,7 +138,9 @@ def _moments(
             state, at_second + waiting, 2 * of_one * is_between, gathered.second_block + buffers, work * is_between
         ),
         "first block": Moment(state, at_first + waiting, of_one, gathered.first_block + buffers, work),
-        "embedding": Moment(state, at_embedding, 0.0, gathered.embedding + buffers, max(twice, size * largest * is_sharded)),
+        "embedding": Moment(
+            state, at_embedding, 0.0, gathered.embedding + buffers, max(twice, size * largest * is_sharded)
+        ),
         "its reduction": Moment(state, ending, 0.0, gathered.end + buffers, in_reduction),
         "norm": Moment(state, ending, 0.0, buffers, norm),
         "update": Moment(state, placement.updates * counts.trained, 0.0, buffers, 0.0),
