@@ -244,7 +244,7 @@ def test_a_watched_report_waits_for_the_next_attempt(
     monkeypatch.setattr(report, "PATIENCE_FACTOR", 0)
     plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, 2], ["killed", 0, 4], FINISHED])
     launch = plan.start("--pause", "1")
-    wait_for(plan.run / "summary.json")
+    wait_for(plan.run / ".keep-going")
     assert main(["report", str(plan.run), "--watch"]) == 0
     *lines, page = capsys.readouterr().out.splitlines()
     seen = [line for line in lines if line.endswith("between two attempts of keep-going")]

@@ -26,7 +26,7 @@ from acc_lm.stop import SIGNALS
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no summary"}
-SUPERVISION_SECONDS = 0.5
+SUPERVISION_SECONDS = 0.2
 """Seconds between two looks for the folder of the first attempt."""
 STOPPED_BY_A_PERSON = "the file STOP"
 
