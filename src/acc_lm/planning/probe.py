@@ -19,9 +19,15 @@ from torch import Tensor
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
 from acc_lm.modeling.checks import check_parts_early, refuse_parts
-from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
+from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, switch_checkpointing, with_depth
 from acc_lm.modeling.loss_head import ON_LOGITS
-from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
+from acc_lm.modeling.losses import (
+    as_on_gpu,
+    chunk_positions,
+    one_slice_of_each_chunk,
+    padded_vocabulary,
+    summed_loss,
+)
 from acc_lm.modeling.row_parts import RowParts
 from acc_lm.runtime import Compute, LiveBytes, cut_fake_layers
 
@@ -109,7 +115,7 @@ class Probe:
             )
         self._config, self._on_gpu = config, on_gpu
         self._mode = FakeTensorMode()  # one for all models, which are built once
-        self._models: dict[tuple[Compute, Checkpointing, int], PreTrainedModel] = {}
+        self._models: dict[tuple[Compute, int], PreTrainedModel] = {}
         self._model_config = fake_config(config.model, vocab_size)
         self.num_blocks: int = self._model_config.get_text_config().num_hidden_layers
         period = period_of(self._model_config)
@@ -289,13 +295,15 @@ class Probe:
         return self._phases[key]
 
     def _model(self, compute: Compute, checkpointing: Checkpointing, depth: int) -> PreTrainedModel:
-        key = compute, checkpointing, depth
+        key = compute, depth
         if key not in self._models:
-            model = self._models[key] = self._build(depth, self._dtype(compute), checkpointing).model
+            model = self._models[key] = self._build(depth, self._dtype(compute), "no").model
             if compute == "cast":
                 for parameter in model.parameters():  # adapters are built in fp32
                     parameter.data = parameter.data.to(self._dtype(compute))
-        return self._models[key]
+        model = self._models[key]
+        switch_checkpointing(model, SWITCH[checkpointing])
+        return model
 
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         model = self._model(compute, checkpointing, depth)
@@ -358,7 +366,8 @@ class Probe:
                 for tensor in (hidden, weight, ids):
                     live.add(tensor)
                 before = live.now
-                with live.counting(), torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
+                autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast")
+                with live.counting(), autocast, one_slice_of_each_chunk():
                     loss = summed_loss(hidden, weight, None, ids)
                 forward, kept = live.most - before + more, live.now - before + more
                 self._heads[key] = Head(forward, kept, 4.0 * weight.numel() * is_trained)

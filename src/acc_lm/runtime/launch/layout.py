@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -103,11 +104,15 @@ def placement_of(
     options = [] if num_processes is None else ["--num_processes", str(num_processes)]
     options += [] if num_machines is None else ["--num_machines", str(num_machines)]
     if (num_machines or 1) > 1:
-        options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
+        # Of another machine than the first, because Accelerate would refuse a port that a run here uses.
+        options += ["--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
     if num_processes is not None and parts is not None:
         options += _words_for_parts(file.stem, num_processes, parts)
-    with launched(file, options) as typed:
-        return replace(current_placement(config), config=file.stem, num_machines=int(typed.num_machines or 1))
+    # Nothing is launched, so a port that another run here uses says nothing.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Port .* is already in use")
+        with launched(file, options) as typed:
+            return replace(current_placement(config), config=file.stem, num_machines=int(typed.num_machines or 1))
 
 
 def current_placement(config: Config) -> Placement:
@@ -256,7 +261,7 @@ def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
     words = ["--num_processes", str(placement.num_processes)]
     if placement.num_machines > 1:
         words += ["--num_machines", str(placement.num_machines), "--machine_rank", "RANK", "--main_process_ip", "HOST"]
-        if 1 < placement.shards < placement.num_processes:
+        if placement.shards > 1 and placement.replicas > 1:
             words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
             words += ["--parallelism_config_dp_shard_size", str(placement.shards)]
     if placement.processes_of_reader > 1:
