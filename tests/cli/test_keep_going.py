@@ -19,6 +19,9 @@ from processes import ROOT, Finished, Launch, run_training, start_training
 from test_resume import assert_equal_runs, wait_for
 from test_slurm import STATUSES
 
+from acc_lm.cli import main, report
+from acc_lm.reporting import report_html, report_sections, run_comparison  # noqa: F401 - read before the first pause ends
+
 # A stand-in for a run: it ends as the next line of `plan` says, and writes what train.py would have written.
 STAND_IN = """
 import json, os, signal, sys, time
@@ -232,6 +235,26 @@ def test_a_file_stop_made_by_the_user_ends_the_attempts(tiny_recipe: Path, tmp_p
     plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, 2], FINISHED])
     (tmp_path / "train.py").write_text(STAND_IN.replace('f"plan {attempt}"', '"the file STOP"'))
     assert (plan.finish().code, plan.starts) == (75, 1)
+
+
+def test_a_watched_report_waits_for_the_next_attempt(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(report, "PATIENCE_FACTOR", 0)
+    plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, 2], ["killed", 0, 4], FINISHED])
+    launch = plan.start("--pause", "1")
+    wait_for(plan.run / ".keep-going")
+    assert main(["report", str(plan.run), "--watch"]) == 0
+    *lines, page = capsys.readouterr().out.splitlines()
+    seen = [line for line in lines if line.endswith("between two attempts of keep-going")]
+    assert any("preempted," in line for line in seen)
+    assert any("killed," in line for line in seen)
+    assert lines[-1].endswith("completed")
+    assert "http-equiv=refresh" not in Path(page).read_text()
+    assert launch.wait(60).code == 0
+    assert plan.starts == 3
+    assert not (plan.run / ".keep-going").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

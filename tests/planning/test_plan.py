@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,10 +15,12 @@ from processes import ROOT
 
 from acc_lm.cli import main
 from acc_lm.config import Config
+from acc_lm.config.loading import load_config
 from acc_lm.planning.hardware import GIB, parse_gpus
-from acc_lm.planning.probe import Probe
-from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_LAYERS_IN_PARTS, WITH_ROWS_IN_PARTS
-from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for
+from acc_lm.planning.probe import Probe, vocabulary_of
+from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_LAYERS_IN_PARTS, WITH_ROWS_IN_PARTS, placement_of
+from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for, probe_of
+from benchmarks.headers import VOCABULARY
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,26 @@ def test_every_config_is_planned_or_says_why_not() -> None:
         *WITH_LAYERS_IN_PARTS,
         *NOT_PLANNED,
     }
+
+
+def test_a_plan_ignores_that_another_run_here_uses_the_launchers_port(recwarn: pytest.WarningsRecorder) -> None:
+    config = probe_of("quickstart")[0]
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # in use already
+            other.bind(("127.0.0.1", 29500))
+            other.listen()
+        for name, machines in ("ddp", 1), ("multi_node_ddp", 2):
+            placement = placement_of(ROOT / f"accelerate_configs/{name}.yaml", 8 * machines, machines, config)
+            assert (placement.num_processes, placement.num_machines) == (8 * machines, machines)
+    assert not [each for each in recwarn if "Port" in str(each.message)]
+
+
+@pytest.mark.parametrize("recipe", ["pretrain_gpt2-124m_fineweb-edu", "pretrain_llama-1b_fineweb-edu"])
+def test_the_vocabulary_of_a_recipe_from_scratch_needs_no_network(recipe: str) -> None:
+    config = load_config(ROOT / f"recipes/{recipe}.yaml")
+    assert vocabulary_of(config) == 0, "the recipe names it"
+    assert config.model.config
+    assert config.model.config["vocab_size"] == VOCABULARY[config.tokenizer.name_or_path or ""]
 
 
 QUICK = [case for case in CASES if case.model in ("quickstart", "8B", "70B")]

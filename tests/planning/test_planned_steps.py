@@ -29,8 +29,6 @@ ENGINES = {
     "ddp_sequence": 2, "sequence_parallel": 4, "deepspeed_zero3_sequence": 2,
     "tensor_parallel": 2, "fsdp2_tensor_parallel": 4, "fsdp2_tensor_sequence": 4,
 }  # fmt: skip
-WORST = {"hsdp": 0.04, "deepspeed_zero3": 0.021}
-"""Error in the largest number of bytes where it is more than 2 %: a model that is nearly all state, and no activations."""
 LEFT_TO_ALL = (
     "ddp_sequence",
     "deepspeed_zero3_sequence",
@@ -137,4 +135,4 @@ def test_a_plan_is_what_a_real_step_holds_and_sends(
     print(name, precision, checkpointing, found, sent, real[0]["sent"])
     assert sent == pytest.approx(real[0]["sent"], abs=512), "the norm, and buffers"
     assert abs(found[1] - 1) < 0.005
-    assert abs(found[0] - 1) < WORST.get(name, 0.02)
+    assert abs(found[0] - 1) < 0.02

@@ -20,12 +20,14 @@ from acc_lm.errors import ConfigError, CrashLoopError, MachineError
 from acc_lm.launcher import adopt_orphans, request_death_signal
 from acc_lm.run_files.metrics_file import newest_checkpoint
 from acc_lm.run_files.names import SUMMARY
-from acc_lm.run_files.output_dir import check_not_in_use, check_output_dir, when_taken
+from acc_lm.run_files.output_dir import Supervision, check_not_in_use, check_output_dir, when_taken
 from acc_lm.run_files.summary import write_failure
 from acc_lm.stop import SIGNALS
 
 AGAIN = ("preempted", "interrupted", "worker_lost", "killed")
 KILLED = {"status": "killed", "reason": "it left no summary"}
+SUPERVISION_SECONDS = 0.2
+"""Seconds between two looks for the folder of the first attempt."""
 STOPPED_BY_A_PERSON = "the file STOP"
 
 
@@ -76,6 +78,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
         if running is not None:
             running.send_signal(number)
 
+    supervision = Supervision(output_dir)
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         last, last_step, number, had_folder = "", -1, 0, False
@@ -86,7 +89,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             running = _start(command)
             if stopped_by is not None:  # it arrived before there was a process to forward it to
                 running.send_signal(stopped_by)
-            code, running = running.wait(), None
+            code, running = _wait_for(running, supervision), None
             _wait_for_what_it_left(patience)
             check_not_in_use(output_dir)  # all processes of this attempt have ended
             was_taken = when_taken(output_dir) not in (None, taken_before)
@@ -108,6 +111,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             if stopped_by is not None:
                 return int(summary["exit_code"])
     finally:
+        supervision.release()
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
 
@@ -124,6 +128,18 @@ def _summary_after(output_dir: Path, before: dict[str, Any], code: int, was_run:
     if 0 <= code < 128 and not was_run:
         raise _no_run(code, output_dir)
     return KILLED | {"exit_code": code if code >= 0 else 128 - code}
+
+
+def _wait_for(process: subprocess.Popen[bytes], supervision: Supervision) -> int:
+    """Exit code of an attempt; its folder is locked for the supervision when there is one."""
+    while True:
+        supervision.hold()
+        try:
+            code = process.wait(None if supervision.is_held else SUPERVISION_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        supervision.hold()
+        return code
 
 
 def _wait(seconds: float, is_over: Callable[[], bool]) -> None:

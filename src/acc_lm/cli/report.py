@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by", choices=("step", "tokens", "time"), default="step", help="axis of the curves (default: step)"
     )
     parser.add_argument(
-        "--watch", action="store_true", help="print the progress and renew the page until all runs have ended"
+        "--watch",
+        action="store_true",
+        help="print the progress and renew the page until all runs have ended, with the attempts of keep-going",
     )
 
 
@@ -93,7 +95,7 @@ def watch(known: argparse.Namespace, columns: dict[Path, MetricColumns]) -> int:
             line = " | ".join(progress_line(record) for record in records)
             print(f"\r{line:<{width}}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
             width = len(line)
-            if not any(record.is_live for record in records):
+            if not any(record.goes_on for record in records):
                 print(f"\n{_page_of(known)}" if is_terminal else _page_of(known))
                 return 0
         time.sleep(pause)
@@ -120,7 +122,7 @@ def progress_line(record: RunRecord) -> str:
 
 def _state_of(runs: list[Path]) -> list[tuple[int, int, int]]:
     """Whatever changes when a run writes: time and size of its files, and whether it runs."""
-    from acc_lm.run_files.output_dir import FILES, is_in_use
+    from acc_lm.run_files.output_dir import FILES, is_in_use, is_supervised
 
     state = []
     for folder in runs:
@@ -130,7 +132,7 @@ def _state_of(runs: list[Path]) -> list[tuple[int, int, int]]:
                 state.append((facts.st_mtime_ns, facts.st_size, 0))
             except OSError:
                 state.append((0, 0, 0))
-        state.append((0, 0, int(is_in_use(folder))))
+        state.append((0, int(is_supervised(folder)), int(is_in_use(folder))))
     return state
 
 

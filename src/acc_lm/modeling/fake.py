@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -116,10 +116,18 @@ def build_fake_model(
     if adapter.kind == "none":
         choose_trained(model, config, adapter, 0, "")
     if config.gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(checkpoint_arguments(config.gradient_checkpointing))
+        switch_checkpointing(model, config.gradient_checkpointing)
     model.train()
     return FakeModel(model, is_fused)
+
+
+def switch_checkpointing(model: Any, which: bool | Literal["selective"]) -> None:
+    """Let a model recompute what a recipe with `gradient_checkpointing: which` recomputes."""
+    if which:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(checkpoint_arguments(which))
+    else:
+        (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
 
 
 def _replace_meta_tensors(model: nn.Module) -> None:

@@ -46,6 +46,19 @@ def as_on_gpu() -> Iterator[None]:
         _BRANCH.pop()
 
 
+_MEASURED_SLICES: list[int] = []
+
+
+@contextlib.contextmanager
+def one_slice_of_each_chunk() -> Iterator[None]:
+    """Compute one slice of each softmax in this context, for tensors without data: each takes as much memory as the first."""
+    _MEASURED_SLICES.append(1)
+    try:
+        yield
+    finally:
+        _MEASURED_SLICES.pop()
+
+
 def _branch(device: torch.device) -> str:
     return _BRANCH[-1] if _BRANCH else device.type
 
@@ -106,7 +119,7 @@ def _log_softmax_in_slices(logits_CW: Tensor, exact: torch.dtype) -> Tensor:
     """Log-softmax of a chunk, by rows as always, without a copy of all its logits in the wider dtype."""
     log_p_CW = torch.empty_like(logits_CW, dtype=exact)
     size = -(-len(logits_CW) // GPU_SLICES)
-    for start in range(0, len(logits_CW), size):
+    for start in range(0, len(logits_CW), size)[: _MEASURED_SLICES[-1] if _MEASURED_SLICES else None]:
         part = slice(start, start + size)
         torch.log_softmax(logits_CW[part], dim=-1, dtype=exact, out=log_p_CW[part])
     return log_p_CW

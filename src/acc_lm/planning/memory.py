@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from acc_lm.planning.hardware import GIB
-from acc_lm.planning.probe import Checkpointing, Probe
+from acc_lm.planning.probe import Checkpointing, Probe, Used
 from acc_lm.runtime import KEPT, MAX_FLAT, MAX_LIVE, PREFETCHED, Placement
 
 CUDA, NCCL = 0.6 * GIB, 1.0 * GIB
@@ -89,7 +89,10 @@ def _moments(
     counts = probe.parameters
     body = probe.phases(micro_batch_size, checkpointing, compute=placement.compute)
     head = probe.head(micro_batch_size, compute=placement.compute)
-    block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute)
+    used: Used = "backward"  # gradients of a block are reduced together, of ZeRO-3 each when it is complete
+    if placement.gathers == "limited":
+        used = "freeing" if counts.total <= KEPT else "sending"
+    block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute, weights=used)
     gathered = _gathered(probe, placement)
     is_cast, is_sharded = placement.compute == "cast", placement.shards_gradients
     size = 2 if is_cast else 4
@@ -108,14 +111,22 @@ def _moments(
     reduces = placement.reduces * largest
     first = 0.0 if counts.is_tied else size * largest + reduces  # the head's own gradient, reduced before any block's
     flat = placement.flattens * counts.trained * (counts.trained <= MAX_FLAT)
-    twice = (
-        size * largest * (counts.is_tied or accumulation > 1)
-    )  # the embedding's, which is added to the head's or to a sum
+    # Sums in the backward passes of the second and the first block, the last ones computed: all but those of a block and of the
+    # weight that is reduced after all blocks, the embedding's or a head's that is tied to it.
+    share = placement.gradients / size
+    is_at_end = is_sharded or not counts.is_tied
+    unreduced = share * (own + size * largest * is_at_end)
+    at_second = _sums(placement, held, complete - unreduced - share * own, complete)
+    at_first = _sums(placement, held, complete - unreduced, complete)
+    at_embedding = _sums(placement, held, complete - placement.gradients * largest * is_sharded, complete)
     ending = complete + (held if placement.apart else 0.0)
-    in_reduction = max(twice, (size * largest if is_sharded else 0) + reduces, flat)
+    waiting = of_head if is_sharded and counts.is_tied else 0.0  # for the embedding's, to which it is added
+    twice = size * largest * (counts.is_tied or accumulation > 1)  # added to the head's, or to a sum
+    in_reduction = max((size * largest if is_sharded else 0) + reduces, flat)
     norm = 8 * min(largest, counts.trained / placement.shards) if placement.at_once else 0.0
     is_between = counts.num_blocks > 1
-    kept, after_one = body.kept, body.kept * (1 - 1 / counts.num_blocks)
+    kept, of_one = body.kept, body.kept / counts.num_blocks
+    after_one = kept - of_one
     return {
         "forward": Moment(state, held, 0.0, gathered.forward + buffers, body.forward),
         "head": Moment(state, held, body.body, gathered.head + buffers, head.forward),
@@ -123,11 +134,23 @@ def _moments(
         "head's gradient": Moment(state, summed, kept, gathered.head + buffers, head.kept - head.weight + first),
         "backward": Moment(state, summed + remains, kept, gathered.backward + buffers, work),
         "next block": Moment(state, summed + remains, after_one, gathered.next_block + buffers, work * is_between),
-        "last block": Moment(state, ending, kept / counts.num_blocks, gathered.next_block + buffers, block - own),
-        "embedding": Moment(state, ending, 0.0, gathered.end + buffers, in_reduction),
+        "second block": Moment(
+            state, at_second + waiting, 2 * of_one * is_between, gathered.second_block + buffers, work * is_between
+        ),
+        "first block": Moment(state, at_first + waiting, of_one, gathered.first_block + buffers, work),
+        "embedding": Moment(
+            state, at_embedding, 0.0, gathered.embedding + buffers, max(twice, size * largest * is_sharded)
+        ),
+        "its reduction": Moment(state, ending, 0.0, gathered.end + buffers, in_reduction),
         "norm": Moment(state, ending, 0.0, buffers, norm),
         "update": Moment(state, placement.updates * counts.trained, 0.0, buffers, 0.0),
     }
+
+
+def _sums(placement: Placement, held: float, new: float, complete: float) -> float:
+    """Bytes of summed gradients, of earlier micro-batches and of this one, if `new` of the latter are there by now."""
+    found = complete if placement.at_once else new
+    return held + found if placement.apart else max(held, found)
 
 
 @dataclass(frozen=True)
@@ -139,8 +162,15 @@ class _Gathered:
     backward: float = 0.0
     """In the backward pass of the last block, the first of that pass."""
     next_block: float = 0.0
-    """In that of any other block, while the gradients of the block after it are reduced."""
+    """In that of the block before it, while the gradients of the last one are reduced."""
+    second_block: float = 0.0
+    """In that of the second block, the one but last of that pass."""
+    first_block: float = 0.0
+    """In that of the first block, after which the embedding's weight comes instead of a further block."""
+    embedding: float = 0.0
+    """When the embedding's gradient is computed, while the gradients of the first block are reduced."""
     end: float = 0.0
+    """When that gradient is reduced."""
 
 
 def _gathered(probe: Probe, placement: Placement) -> _Gathered:
@@ -154,16 +184,18 @@ def _gathered(probe: Probe, placement: Placement) -> _Gathered:
     )  # the last message is held until the next one: a block's, or its own
     reduced_head = 0.0 if counts.is_tied else placement.reduces * counts.head * (share == 1)
     reduced = placement.reduces * counts.block * share
+    at_end = head + reduced  # of the embedding, or of the head that is tied to it
     if placement.gathers == "blocks":  # one that is computed with, and the next one; a head with its buffer
         two = 2 * block + tied
-        return _Gathered(two, at_head, two + reduced_head, two + reduced, reduced)
+        return _Gathered(two, at_head, two + reduced_head, two + reduced, two + reduced, block + at_end, at_end)
     if placement.gathers == "all blocks":
         whole = float(size * counts.total)
         rest = whole - (head - tied)
-        return _Gathered(whole, whole - head + at_head, rest + reduced_head, rest - block + reduced, reduced)
+        back = rest + reduced_head, rest - block + reduced, 2 * block + at_end, block + at_end, at_end
+        return _Gathered(whole, whole - head + at_head, *back)
     if placement.gathers == "limited":
         live = size * min(counts.total, KEPT + counts.head + 2 * PREFETCHED, MAX_LIVE)
         again = size * min(counts.total, PREFETCHED)  # what arrives at a time has a second copy
         back = live + again if counts.total > KEPT else live - (head - tied)
-        return _Gathered(live + again, live, back, back, live)
+        return _Gathered(live + again, live, back, back, back, back, live, live)
     return _Gathered()

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,9 +19,15 @@ from torch import Tensor
 from acc_lm.errors import ConfigError, first_line
 from acc_lm.modeling.build import DTYPES
 from acc_lm.modeling.checks import check_parts_early, refuse_parts
-from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, with_depth
+from acc_lm.modeling.fake import FakeModel, build_fake_model, fake_config, period_of, switch_checkpointing, with_depth
 from acc_lm.modeling.loss_head import ON_LOGITS
-from acc_lm.modeling.losses import as_on_gpu, chunk_positions, padded_vocabulary, summed_loss
+from acc_lm.modeling.losses import (
+    as_on_gpu,
+    chunk_positions,
+    one_slice_of_each_chunk,
+    padded_vocabulary,
+    summed_loss,
+)
 from acc_lm.modeling.row_parts import RowParts
 from acc_lm.modeling.vocabulary_parts import VocabularyParts
 from acc_lm.runtime import Compute, LiveBytes, cut_fake_layers
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
 Checkpointing = Literal["no", "selective", "full"]
 SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "selective": "selective", "full": True}
 """Value of `model.gradient_checkpointing` for each name."""
+Used = Literal["backward", "sending", "freeing"]
+"""Use of weights and gradients in a backward pass, by the names in `Phases`."""
 MANY_ROWS = 64
 """Rows of a micro-batch in which the gradients of activations outweigh those of weights."""
 
@@ -53,6 +61,10 @@ class Phases:
     """Activations that are kept for the backward pass."""
     backward: float
     """The most during the backward pass of the body, with the gradients of one block's weights."""
+    sending: float
+    """The same if each gradient is sent away when it is complete."""
+    freeing: float
+    """The same if each weight is freed with it; relative to all weights, so it can be less than `kept`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,7 @@ class Probe:
             )
         self._config, self._on_gpu = config, on_gpu
         self._mode = FakeTensorMode()  # one for all models, which are built once
-        self._models: dict[tuple[Compute, Checkpointing, int], PreTrainedModel] = {}
+        self._models: dict[tuple[Compute, int], PreTrainedModel] = {}
         self._model_config = fake_config(config.model, vocab_size)
         self.num_blocks: int = self._model_config.get_text_config().num_hidden_layers
         period = period_of(self._model_config)
@@ -252,27 +264,29 @@ class Probe:
             of_rows = [getattr(a, name) + more * (getattr(b, name) - getattr(a, name)) for a, b in corners]
             return float(of_rows[0] + (of_rows[-1] - of_rows[0]) * (micro_batch_size - 1))
 
-        return Phases(at("forward"), at("body"), at("kept"), at("backward"))
+        return Phases(*(at(one.name) for one in fields(Phases)))
 
-    def of_one_block(self, micro_batch_size: int, checkpointing: Checkpointing, *, compute: Compute) -> float:
-        """Bytes that the backward pass of a block needs on top of what is kept, the gradients of its weights included.
+    def of_one_block(
+        self, micro_batch_size: int, checkpointing: Checkpointing, *, compute: Compute, weights: Used = "backward"
+    ) -> float:
+        """Bytes that the backward pass of a block needs on top of what is kept.
 
         The most is where gradients of weights are large or where those of activations are, so it is not linear in the rows:
         the larger of two lines, of few rows and of many. Many cost no more to run than few.
+
+        Args:
+            weights: what becomes of weights and their gradients within a block, as in `Phases`.
         """
         size = micro_batch_size
-        if size <= 2:
-            return self._extra(compute, checkpointing, size)
-        lines = ((1, 2), (MANY_ROWS, 2 * MANY_ROWS))
-        return max(
-            low + (high - low) / (b - a) * (size - a)
-            for a, b in lines
-            for low, high in [(self._extra(compute, checkpointing, a), self._extra(compute, checkpointing, b))]
-        )
 
-    def _extra(self, compute: Compute, checkpointing: Checkpointing, num_rows: int) -> float:
-        found = self._run(compute, checkpointing, self._depths[0], num_rows)
-        return max(0.0, found.backward - found.kept)
+        def at(num_rows: int) -> float:
+            found = self._run(compute, checkpointing, self._depths[0], num_rows)
+            return max(0.0, getattr(found, weights) - found.kept)
+
+        if size <= 2:
+            return at(size)
+        lines = ((1, 2), (MANY_ROWS, 2 * MANY_ROWS))
+        return max(at(a) + (at(b) - at(a)) / (b - a) * (size - a) for a, b in lines)
 
     def _run(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         key = compute, checkpointing, depth, num_rows
@@ -288,18 +302,20 @@ class Probe:
         return self._phases[key]
 
     def _model(self, compute: Compute, checkpointing: Checkpointing, depth: int) -> PreTrainedModel:
-        key = compute, checkpointing, depth
+        key = compute, depth
         if key not in self._models:
-            model = self._models[key] = self._build(depth, self._dtype(compute), checkpointing).model
+            model = self._models[key] = self._build(depth, self._dtype(compute), "no").model
             if compute == "cast":
                 for parameter in model.parameters():  # adapters are built in fp32
                     parameter.data = parameter.data.to(self._dtype(compute))
-        return self._models[key]
+        model = self._models[key]
+        switch_checkpointing(model, SWITCH[checkpointing])
+        return model
 
     def _measure(self, compute: Compute, checkpointing: Checkpointing, depth: int, num_rows: int) -> Phases:
         model = self._model(compute, checkpointing, depth)
         ids = torch.zeros(num_rows, self._length, dtype=torch.int64)
-        live = LiveBytes()
+        live = _BackwardBytes()
         for tensor in (*model.parameters(), *model.buffers()):
             live.add(tensor)
         weights = live.now
@@ -309,12 +325,11 @@ class Probe:
                 body, forward = live.now - weights, live.most - weights
             kept = live.now - weights  # autocast has freed the copies that no graph holds
             live.forget()
-            with _keep_gradients(model, self.parameters.block):
+            with live.dropping_gradients(model, self.parameters.block):
                 output.backward(output.detach())
-            backward = live.most - weights
+            backward = (each - weights for each in (live.most_held, live.most, live.most_freed))
             del output
-        model.zero_grad()
-        return Phases(forward, body, kept, backward)
+        return Phases(forward, body, kept, *backward)
 
     def _forward(self, model: Any, ids: Tensor) -> Tensor:
         """Hidden states of the body, or the loss of a model that computes it on all logits.
@@ -358,7 +373,8 @@ class Probe:
                 for tensor in (hidden, weight, ids):
                     live.add(tensor)
                 before = live.now
-                with live.counting(), torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast"):
+                autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == "autocast")
+                with live.counting(), autocast, one_slice_of_each_chunk():
                     loss = summed_loss(hidden, weight, None, ids, self._vocabulary)
                 forward, kept = live.most - before + more, live.now - before + more
                 self._heads[key] = Head(forward, kept, 4.0 * weight.numel() * is_trained)
@@ -374,24 +390,49 @@ class Probe:
         return few if chunk_positions(few, vocab_size, device) == size else num_positions
 
 
-@contextlib.contextmanager
-def _keep_gradients(model: Any, num_elements: int) -> Iterator[None]:
-    """Let a backward pass in this context drop all gradients but the first, of about this many elements."""
-    seen = 0
+class _BackwardBytes(LiveBytes):
+    """Counter for a backward pass whose gradients are dropped: the most as it is, and as it would be if some were held."""
 
-    def drop(parameter: Tensor) -> None:
-        nonlocal seen
-        if seen >= num_elements:
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = 0
+        self.most_held = 0
+        """The most if gradients were held."""
+        self.most_freed = 0
+        """The most if the weights of these gradients were freed when they are complete."""
+
+    def _grow(self, num_bytes: int) -> None:
+        super()._grow(num_bytes)
+        self.most_held = max(self.most_held, self.now + self._held)
+        self.most_freed = max(self.most_freed, self.now - self._held)
+
+    def forget(self) -> None:
+        super().forget()
+        self.most_held = self.most_freed = self.now
+
+    @contextlib.contextmanager
+    def dropping_gradients(self, model: Any, num_elements: int) -> Iterator[None]:
+        """Drop all gradients in this context; the first, of about this many elements, count as held."""
+        seen = 0
+
+        def drop(parameter: Tensor) -> None:
+            nonlocal seen
+            size, gradient = 0, parameter.grad
+            if seen < num_elements and gradient is not None:
+                size = self._rounded(gradient.untyped_storage().nbytes())
+            seen += parameter.numel()
+            del gradient
             parameter.grad = None
-        seen += parameter.numel()
+            self._held += size
+            self._grow(0)
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def vocabulary_of(config: Config) -> int:

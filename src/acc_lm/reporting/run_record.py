@@ -20,7 +20,7 @@ from acc_lm.run_files import metrics_file
 from acc_lm.run_files.charts import Drawn
 from acc_lm.run_files.columns import MetricColumns
 from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, METRICS, RECIPE, SAMPLES, STATE, SUMMARY
-from acc_lm.run_files.output_dir import is_in_use, is_run_folder, when_taken
+from acc_lm.run_files.output_dir import is_in_use, is_run_folder, is_supervised, when_taken
 
 LARGEST_FILE = 1 << 26
 """Bytes of the largest JSON or YAML file that is read; a run writes none near that size."""
@@ -68,6 +68,8 @@ class RunRecord:
     folder: Path
     columns: MetricColumns
     is_live: bool
+    is_supervised: bool = False
+    """True while `acc-lm keep-going` follows the run."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """Dotted keys and values of config.yaml."""
     environment: dict[str, Any] = field(default_factory=dict)
@@ -107,12 +109,17 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """running, killed, or the status of summary.json."""
+        """running, killed, or the status of summary.json; and that an ended attempt is not the last."""
         if self.is_live:
             return "running"
-        if when_taken(self.folder) is not None:
-            return "killed"
-        return words(self.summary, "status") or "ended without summary.json"
+        killed = when_taken(self.folder) is not None
+        ended = "killed" if killed else words(self.summary, "status") or "ended without summary.json"
+        return f"{ended}, between two attempts of keep-going" if self.is_supervised else ended
+
+    @property
+    def goes_on(self) -> bool:
+        """True while more can be expected from the run."""
+        return self.is_live or self.is_supervised
 
     @property
     def compressors(self) -> dict[str, float]:
@@ -171,7 +178,7 @@ def read_record(folder: Path, columns: MetricColumns | None = None) -> RunRecord
         ConfigError: the folder is not that of a run.
     """
     check_is_run(folder)
-    record = RunRecord(folder, columns or MetricColumns(), is_in_use(folder))
+    record = RunRecord(folder, columns or MetricColumns(), is_in_use(folder), is_supervised(folder))
     try:
         record.columns.update(folder)
     except OSError as error:

@@ -30,6 +30,7 @@ from acc_lm.run_files.names import (
 from acc_lm.run_files.summary import read_json_file, read_summary
 
 LOCK = ".lock"
+SUPERVISOR_LOCK = ".keep-going"
 WRITTEN = re.compile(r"\.?(\w+\.jsonl?|config\.yaml|training_curves\.png|train\.log)|tokenizer|(tmp-)?final")
 """Names that a run writes, except for the folders of checkpoints and trackers, which may be links to another disk."""
 FILES = (
@@ -103,12 +104,53 @@ def is_in_use(output_dir: Path) -> bool:
 
     On a file system without locks, the lock that a run left cannot be distinguished: it counts as that of a running one.
     """
-    with contextlib.suppress(OSError), (output_dir / LOCK).open("rb") as lock:
+    return _is_held(output_dir / LOCK)
+
+
+def is_supervised(output_dir: Path) -> bool:
+    """True while `acc-lm keep-going` on this machine follows the run, also between two attempts."""
+    return _is_held(output_dir / SUPERVISOR_LOCK)
+
+
+def _is_held(file: Path) -> bool:
+    with contextlib.suppress(OSError), file.open("rb") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
     return False
+
+
+class Supervision:
+    """Lock in the folder of a run that is kept going: others can see that an attempt that ended is not the last."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._folder = output_dir
+        self._lock: IO[str] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock is not None
+
+    def hold(self) -> None:
+        """Lock the folder if a run has made it by now; a folder that cannot be locked is followed without a lock."""
+        if self.is_held or not ((self._folder / LOCK).exists() or is_run_folder(self._folder)):
+            return
+        with contextlib.suppress(OSError):
+            lock = (self._folder / SUPERVISOR_LOCK).open("a+")
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise
+            self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / SUPERVISOR_LOCK).unlink()
+            self._lock.close()
+            self._lock = None
 
 
 def when_taken(output_dir: Path) -> int | None:

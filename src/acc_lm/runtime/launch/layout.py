@@ -260,7 +260,7 @@ def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
     words = ["--num_processes", str(placement.num_processes)]
     if placement.num_machines > 1:
         words += ["--num_machines", str(placement.num_machines), "--machine_rank", "RANK", "--main_process_ip", "HOST"]
-        if 1 < placement.shards < placement.num_processes:
+        if placement.shards > 1 and placement.replicas > 1:
             words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
             words += ["--parallelism_config_dp_shard_size", str(placement.shards)]
     if placement.processes_of_reader > 1:
