@@ -126,10 +126,6 @@ class TokenizerConfig(Section):
                     raise ValueError(
                         f"{key} must name each token once, got {f'{token!r} twice' if token else 'an empty one'}; remove it"
                     )
-                if any(0xD800 <= ord(character) < 0xE000 for character in token):
-                    raise ValueError(
-                        f"{key} must be text that has UTF-8 bytes, got {token!r} with half of a surrogate pair; write the character itself"
-                    )
                 seen.add(token)
         return self
 

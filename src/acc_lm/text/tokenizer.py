@@ -100,7 +100,24 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> N
                 f"tokenizer.add_tokens must be empty for a vocabulary whose ids have gaps, got {token!r} with the id {number} of "
                 f"{taken[number]!r}; renumber the vocabulary without gaps"
             )
+    for token in (*config.add_tokens, *config.add_special_tokens):
+        # A vocabulary writes bytes and spaces as other characters, and takes a token that consists of such for these bytes.
+        decoded = _decode_after(tokenizer, int(tokenizer.convert_tokens_to_ids(token)))
+        if decoded != token:
+            raise ConfigError(
+                f"tokenizer.add_tokens must be text that this tokenizer can decode, got {token!r}, which would become {decoded!r}; "
+                "choose another token, such as one with <| and |> around it"
+            )
     tokenizer.new_tokens = frozenset(new)  # type: ignore[attr-defined]
+
+
+def _decode_after(tokenizer: PreTrainedTokenizerBase, number: int) -> str:
+    """Text that an id adds to a text that has begun."""
+    begun = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("a"))
+    before, after = (
+        tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (begun, [*begun, number])
+    )
+    return str(after).removeprefix(str(before))
 
 
 def new_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
@@ -191,16 +208,11 @@ def cut_text(text: str, encoder: Tokenizer) -> list[str]:
 
 
 def encodes_pieces(encoder: Tokenizer) -> bool:
-    """True if the pieces of a text have the same ids as in the full text.
-
-    Sentencepiece adds its prefix to each piece, and a line break inside of an added token is no place to cut.
-    """
+    """True if the pieces of a text have the same ids as in the full text; sentencepiece adds its prefix to each piece."""
 
     def ids(text: str) -> list[int]:
         return list(encoder.encode(text, add_special_tokens=False).ids)
 
-    if any("\n" in token.content.lstrip("\n") for token in encoder.get_added_tokens_decoder().values()):
-        return False
     return all(ids(head + tail) == ids(head) + ids(tail) for head, tail in (("word", "\nword"), ("1", "\n\n  a")))
 
 
