@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["TORCH_COMPILE_DISABLE"] = "1"  # torchao compiles each shape, which changes the speed
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
@@ -65,6 +64,8 @@ def optimizer_of(name: str, model: nn.Module) -> Any:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), **settings)
     from torchao.optim import AdamW8bit
+
+    torch.compiler.set_stance("force_eager")  # torchao compiles the update for each shape, for speed
 
     return AdamW8bit(model.parameters(), block_size=BLOCK, **settings)
 
