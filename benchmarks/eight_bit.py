@@ -71,7 +71,13 @@ def optimizer_of(name: str, model: nn.Module) -> Any:
 
 
 def train(
-    model: nn.Module, name: str, num_parts: int = 1, bf16: bool = False, vocabulary: int = VOCABULARY, rank: int = 0, world: int = 1
+    model: nn.Module,
+    name: str,
+    num_parts: int = 1,
+    bf16: bool = False,
+    vocabulary: int = VOCABULARY,
+    rank: int = 0,
+    world: int = 1,
 ) -> tuple[list[float], Any]:
     """Loss of each step, with the global batch in so many micro-batches; and the optimizer."""
     optimizer, losses = optimizer_of(name, model), []
@@ -86,7 +92,9 @@ def train(
         for part in ids.chunk(world)[rank].chunk(num_parts):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = model(input_ids=part[:, :-1]).logits.float()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum") / (ROWS * LENGTH)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum") / (
+                ROWS * LENGTH
+            )
             (loss * world).backward()  # FSDP2 takes the mean over processes
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,7 +188,9 @@ def apart(expected: list[float], got: list[float]) -> str:
 def main(page: Path | None) -> None:
     torch.set_num_threads(1)
     lines = [
-        "| optimizer, compute | compared with one process and one micro-batch | " + " | ".join(f"{n} steps" for n in SHOWN) + " |",
+        "| optimizer, compute | compared with one process and one micro-batch | "
+        + " | ".join(f"{n} steps" for n in SHOWN)
+        + " |",
         "|---|---|" + "---|" * len(SHOWN),
     ]
     last: Any = None
@@ -190,7 +200,9 @@ def main(page: Path | None) -> None:
         for num_parts in (2, 4):
             other, _ = train(build(), name, num_parts, bf16)
             compute = "bf16" if bf16 else "float32"
-            lines.append(f"| {name}, {compute} | {num_parts} micro-batches, the same gradient to rounding | {apart(whole, other)} |")
+            lines.append(
+                f"| {name}, {compute} | {num_parts} micro-batches, the same gradient to rounding | {apart(whole, other)} |"
+            )
             print(lines[-1], flush=True)
     for world, vocabulary in ((2, VOCABULARY), (3, SMALL_HEAD)):
         for name in ("adamw", "8 bits"):

@@ -33,7 +33,7 @@ ENGINES = {
 }  # fmt: skip
 STEPS, TOKENS, NUM_IDS = 8, ("<tool>", "日本 🙂"), 257
 TABLES = {"llama": "[embed_tokens, lm_head]", "gpt2": "[wte]", "gemma2": "[embed_tokens]"}
-"""What `also_train` names for each model: Gemma's and GPT-2's heads share the embeddings' weight."""
+"""Value of `also_train` for each model: Gemma's and GPT-2's heads share the embeddings' weight."""
 WTE = {"llama": "model.embed_tokens", "gpt2": "transformer.wte", "gemma2": "model.embed_tokens"}
 
 
@@ -172,7 +172,7 @@ def test_rows_that_a_model_has_to_spare_are_used_as_they_are(tmp_path: Path, bas
     wide.resize_token_embeddings(NUM_IDS + 7, mean_resizing=False)
     wide.save_pretrained(tmp_path)
     tokenizer_of(bases["llama"]).save_pretrained(tmp_path)
-    built, facts = build_model(
+    built, _ = build_model(
         ModelConfig(name_or_path=str(tmp_path)), tokenizer_of(tmp_path, add_tokens=TOKENS), LENGTH, 0
     )
     assert torch.equal(built.get_input_embeddings().weight, wide.get_input_embeddings().weight)
@@ -251,7 +251,10 @@ def test_a_vocabulary_with_gaps_is_refused(tmp_path: Path) -> None:
 
     gaps = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 3, "d": 4}, merges=[]))
     PreTrainedTokenizerFast(tokenizer_object=gaps, eos_token="a").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"must be empty for a vocabulary whose ids have gaps, got '<t>' with the id 5 of|got '<t>' with"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must be empty for a vocabulary whose ids have gaps, got '<t>' with the id 5 of|got '<t>' with",
+    ):
         load_tokenizer(
             TokenizerConfig(name_or_path=str(tmp_path), add_tokens=("<t>",)), ModelConfig(config=MODELS["llama"])
         )
@@ -276,7 +279,9 @@ def lora(model: str, base: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run_of(recipe: list[str], bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def run_of(
+    recipe: list[str], bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """Function: model -> folder of its finished run, each trained once."""
 
     @cache
@@ -300,7 +305,9 @@ def test_trained_rows_are_exported_merged_and_loaded_by_others(
     table = saved[f"base_model.model.{WTE[model]}.weight"]
     before = AutoModelForCausalLM.from_pretrained(bases[model]).get_input_embeddings().weight
     assert table.shape[0] == NUM_IDS + 3
-    assert (table[NUM_IDS] - table[NUM_IDS + 1]).norm() > 1e-3, "rows start almost equal, and one of them is in the text"
+    assert (table[NUM_IDS] - table[NUM_IDS + 1]).norm() > 1e-3, (
+        "rows start almost equal, and one of them is in the text"
+    )
     assert not torch.equal(table[:NUM_IDS], before), "the other rows are trained as well"
     assert {name for name in saved if ".lora_" not in name} == {
         f"base_model.model.{name}.weight" for name in (WTE[model], "lm_head")
@@ -399,11 +406,15 @@ def test_each_refusal_is_one_line(what: str, tiny_recipe: Path, bases: dict[str,
     from acc_lm.config.loading import load_config
 
     overrides, says = REFUSED[what]
+    given = ["model.config=null", *(o for o in lora("llama", bases["llama"]) if "special" not in o), *overrides]
+
+    def check() -> None:
+        config = load_config(tiny_recipe, given)
+        tokenizer = load_tokenizer(config.tokenizer, config.model)
+        check_model(config.model, tokenizer, NUM_IDS, LENGTH, False, config.adapter)
+
     with pytest.raises(ConfigError) as refusal:
-        config = load_config(
-            tiny_recipe, ["model.config=null", *(o for o in lora("llama", bases["llama"]) if "special" not in o), *overrides]
-        )  # fmt: skip
-        check_model(config.model, load_tokenizer(config.tokenizer, config.model), NUM_IDS, LENGTH, False, config.adapter)
+        check()
     assert len(refusal.value.problems) == 1
     assert says in refusal.value.problems[0]
 

@@ -17,7 +17,6 @@ from acc_lm.config.fields import (
     no_number,
 )
 
-
 NEW_TOKENS = ("add_tokens", "add_special_tokens")
 """Keys of the `tokenizer` section that name tokens to add."""
 

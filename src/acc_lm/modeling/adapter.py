@@ -372,7 +372,10 @@ def apply_adapter(adapter: AdapterFolder, base: Any, in_float32: bool = False) -
             f"{adapter.folder} must be used with the base that it was trained on, got other weights at {adapter.base}; put the old weights back"
         )
     saved = _saved_in(adapter.folder, base)
-    num_ids = max((shape[0] for name, shape in saved.items() if base.get_submodule(name) is base.get_input_embeddings()), default=0)
+    num_ids = max(
+        (shape[0] for name, shape in saved.items() if base.get_submodule(name) is base.get_input_embeddings()),
+        default=0,
+    )
     if num_ids > base.get_input_embeddings().weight.shape[0]:  # trained with new tokens, whose rows the adapter has
         base.resize_token_embeddings(num_ids, mean_resizing=False)
     if in_float32:

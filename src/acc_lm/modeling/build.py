@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from acc_lm.config import AdapterConfig, ModelConfig
-from acc_lm.errors import ConfigError, first_line
+from acc_lm.errors import first_line
 from acc_lm.modeling.activations import check_checkpointing, checkpoint_arguments
 from acc_lm.modeling.adapter import NO_ADAPTER, choose_trained, weights_checksum
 from acc_lm.modeling.attention import (

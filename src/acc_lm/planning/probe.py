@@ -218,9 +218,7 @@ class Probe:
         if more and self._config.adapter.also_train:  # which is trained more than in proportion
             of_block = (more[0][1] - counts[0][1]) // (self._depths[1] - self._depths[0])
         trains_head = weight.requires_grad
-        found = Parameters(
-            total, trained, weight.numel(), block, self.num_blocks, is_tied, trains_head, of_block
-        )
+        found = Parameters(total, trained, weight.numel(), block, self.num_blocks, is_tied, trains_head, of_block)
         return found, tuple(weight.shape), fake.is_fused
 
     @contextlib.contextmanager

@@ -114,9 +114,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> N
 def _decode_after(tokenizer: PreTrainedTokenizerBase, number: int) -> str:
     """Text that an id adds to a text that has begun."""
     begun = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("a"))
-    before, after = (
-        tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (begun, [*begun, number])
-    )
+    before, after = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (begun, [*begun, number]))
     return str(after).removeprefix(str(before))
 
 
