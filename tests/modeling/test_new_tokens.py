@@ -82,7 +82,9 @@ def single(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[pytest.mark.slow] if name[:3] in ("ddp", "seq") else []) for name in ENGINES]
+)
 def test_new_rows_learn_the_same_on_every_engine(
     engine: str, bases: dict[str, Path], single: dict[str, Curve], tmp_path: Path
 ) -> None:
