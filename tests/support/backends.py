@@ -21,6 +21,8 @@ MODELS = {
              "num_attention_heads": 4, "num_key_value_heads": 2},
     "mixtral": {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+    "gemma2": {"model_type": "gemma2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+               "num_key_value_heads": 1, "head_dim": 16},
 }  # fmt: skip
 TIED = {"gpt2": True, "llama": False}
 BACKENDS = {
@@ -92,8 +94,8 @@ class RaggedRows(torch.utils.data.Dataset):
 
     sequence_length, packs, padded_lengths = LENGTH, False, None
 
-    def __init__(self, num_rows: int, seed: int) -> None:
-        self.ids = torch.randint(0, 257, (num_rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    def __init__(self, num_rows: int, seed: int, num_ids: int = 257) -> None:
+        self.ids = torch.randint(0, num_ids, (num_rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
         self.ids[:, 1::2] = self.ids[:, 0:-1:2] // 2  # something to learn
         self.targets = self.ids[:, 1:].clone()
         for row in range(num_rows):
@@ -145,6 +147,8 @@ def make_config(scenario: Scenario, num_processes: int, seed: int = 0) -> Any:
             values[section][name] = int(value)
         elif value[:1].isdigit():
             values[section][name] = float(value)
+        elif value[:1] == "[":
+            values[section][name] = value[1:-1].split(", ")
     return Config.model_validate(values)
 
 
@@ -154,7 +158,6 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     from acc_lm.checkpointing.format import open_checkpoint
     from acc_lm.checkpointing.loading import load_checkpoint
     from acc_lm.checkpointing.saving import save_checkpoint
-    from acc_lm.config import TokenizerConfig
     from acc_lm.evaluation.held_out import evaluate_rows
     from acc_lm.modeling.build import build_empty_model, build_model
     from acc_lm.optimization.optimizer import build_optimizer, set_learning_rate
@@ -171,7 +174,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
     faults = Faults(scenario.fault)
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config)
-    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [])
+    tokenizer = make_tokenizer(config.tokenizer, [])
     model, facts = runtime.initialise_once(
         accelerator,
         lambda: build_model(config.model, tokenizer, LENGTH, config.seed, config.adapter),
@@ -188,7 +191,7 @@ def train_curve(scenario: Scenario, probe: Callable[..., dict[str, Any]] | None 
         faults.after_load(accelerator, model, optimizer)
     start = digest(accelerator, model, optimizer)
     order = RowOrder(3 + faults.other_order(accelerator.process_index), NUM_ROWS, GLOBAL_BATCH)
-    rows, held_out = RaggedRows(NUM_ROWS, 1), RaggedRows(NUM_EVALUATION_ROWS, 2)
+    rows, held_out = (RaggedRows(size, i, len(tokenizer)) for size, i in ((NUM_ROWS, 1), (NUM_EVALUATION_ROWS, 2)))
     rate = build_schedule(config.schedule, config.optimizer, scenario.steps)
     micro, accumulation = runtime.split_global_batch(config.training, num_processes)
     assert accumulation == scenario.accumulation

@@ -12,7 +12,10 @@ from acc_lm.errors import CheckpointError, ConfigError, first_line
 from acc_lm.run_files.names import CHECKPOINTS, STATE
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from torch import Tensor
+
+    from acc_lm.config import AdapterConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +133,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     from acc_lm.config import AdapterConfig, ModelConfig
     from acc_lm.export.export import name_padding, write_steps
     from acc_lm.files import written_aside
-    from acc_lm.modeling.adapter import lora_settings, save_adapter
+    from acc_lm.modeling.adapter import save_adapter
     from acc_lm.runtime import WEIGHT, quiet_libraries
     from acc_lm.text.tokenizer import read_tokenizer
 
@@ -162,9 +165,9 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
         if state.get("base"):
             recipe = state["recipe"]
             adapter = AdapterConfig.model_validate_json(json.dumps(recipe["adapter"]))
-            targets = sorted({name.partition(".lora_")[0] for name in weights})
+            settings = _settings_of(folder, state, weights, adapter)
             model_section = ModelConfig.model_validate_json(json.dumps(recipe["model"]))
-            save_adapter(work, weights, lora_settings(adapter, targets), model_section, state["base"])
+            save_adapter(work, weights, settings, model_section, state["base"])
         else:
             model = _whole_model(folder, state, weights)
             name_padding(model, saved_tokenizer)
@@ -176,10 +179,27 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     return 0
 
 
-def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> Any:
-    """Build the model of a checkpoint and load its weights."""
+def _settings_of(folder: Path, state: dict[str, Any], weights: dict[str, Tensor], adapter: AdapterConfig) -> LoraConfig:
+    """peft's settings of an adapter in a checkpoint; complete modules get the weights of all their names."""
+    from acc_lm.modeling.adapter import lora_settings, saved_modules
+
+    targets = sorted({name.partition(".lora_")[0] for name in weights if ".lora_" in name})
+    settings = lora_settings(adapter, targets)
+    complete = sorted({name.rpartition(".")[0] for name in weights if ".lora_" not in name})
+    if complete:
+        model = _empty_model(folder, state)
+        settings.modules_to_save = saved_modules(model, complete)
+        names = {id(parameter): name for name, parameter in model.named_parameters() if name in weights}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in names:
+                weights[name] = weights[names[id(parameter)]]
+    return settings
+
+
+def _empty_model(folder: Path, state: dict[str, Any]) -> Any:
+    """Build the model of a checkpoint on the meta device, without an adapter."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(state.get("model_config", {}))
     if not sizes:
@@ -189,7 +209,14 @@ def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]
         )
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+
+
+def _whole_model(folder: Path, state: dict[str, Any], weights: dict[str, Tensor]) -> Any:
+    """Build the model of a checkpoint and load its weights."""
+    from transformers import GenerationConfig
+
+    model = _empty_model(folder, state)
     if state.get("generation_config") is not None:
         model.generation_config = GenerationConfig.from_dict(state["generation_config"])
     model.load_state_dict(weights, strict=False, assign=True)

@@ -121,6 +121,16 @@ FOREIGN_NAMES = {
     "lora_target_linear": "adapter.target_modules (all-linear)",
     "peft_use_dora": "adapter.use_dora",
     "peft_use_rslora": "adapter.use_rslora",
+    "modules_to_save": "adapter.also_train",
+    "lora_modules_to_save": "adapter.also_train",
+    "additional_target": "adapter.also_train",
+    "trainable_token_indices": "adapter.also_train (complete modules)",
+    "tokens": "tokenizer.add_tokens",
+    "new_tokens": "tokenizer.add_tokens",
+    "new_special_tokens": "tokenizer.add_special_tokens",
+    "additional_special_tokens": "tokenizer.add_special_tokens",
+    "extra_special_tokens": "tokenizer.add_special_tokens",
+    "resize_vocab": "tokenizer.add_tokens (the embeddings follow), or model.resize_embeddings for a larger tokenizer",
     "freeze_parameters": "model.freeze",
 }
 COMMAND = "command line"

@@ -17,6 +17,9 @@ from acc_lm.config.fields import (
     no_number,
 )
 
+NEW_TOKENS = ("add_tokens", "add_special_tokens")
+"""Keys of the `tokenizer` section that name tokens to add."""
+
 
 class ModelConfig(Section):
     """Model to train: `name_or_path` continues from existing weights, `config` starts from scratch."""
@@ -79,8 +82,16 @@ class AdapterConfig(Section):
     quantize_base: Literal["none", "nf4"] = "none"
     """Quantization of the frozen weights of the adapted layers; nf4: stored in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
 
+    also_train: Strings = ()
+    """Modules that are trained completely with the adapter, by the ends of their names, e.g. [embed_tokens, lm_head] for new tokens; exported with it, as peft's `modules_to_save`."""
+
     @model_validator(mode="after")
-    def _quantized_needs_an_adapter(self) -> AdapterConfig:
+    def _belongs_to_an_adapter(self) -> AdapterConfig:
+        if self.also_train and self.kind == "none":
+            raise ValueError(
+                f"also_train must be empty without an adapter, which trains all modules, got {list(self.also_train)}; "
+                "set adapter.kind to lora, or leave it out"
+            )
         if self.quantize_base != "none" and self.kind == "none":
             raise ValueError(
                 f"quantize_base must be none without an adapter, got {self.quantize_base}, whose weights cannot be trained; "
@@ -100,3 +111,23 @@ class TokenizerConfig(Section):
     """Kind of the tokenizer built here: byte-level BPE trained on the training split, characters, or bytes."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096
     """Number of ids of a BPE tokenizer trained here, including the 256 bytes and the end token."""
+    add_tokens: Strings = ()
+    """Tokens to add to the vocabulary, each found in text wherever it is spelled; the model gets a row for each that is new."""
+    add_special_tokens: Strings = ()
+    """Tokens to add that only a chat template or a prompt can write; text that spells them is text. Decoded text leaves them out."""
+
+    @model_validator(mode="after")
+    def _tokens_can_be_added(self) -> TokenizerConfig:
+        seen: set[str] = set()
+        for key in NEW_TOKENS:
+            for token in getattr(self, key):
+                if not token or token in seen:
+                    raise ValueError(
+                        f"{key} must name each token once, got {f'{token!r} twice' if token else 'an empty one'}; remove it"
+                    )
+                seen.add(token)
+        return self
+
+    def content(self) -> str:
+        """The section as text, for a hash; keys of new tokens only if they are set, so that older hashes stay valid."""
+        return self.model_dump_json(exclude={key for key in NEW_TOKENS if not getattr(self, key)})

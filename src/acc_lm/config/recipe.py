@@ -271,7 +271,7 @@ class Config(Section):
             )
         if model.resize_embeddings:
             raise ValueError(
-                f"model.resize_embeddings must be false with an adapter, got true, whose new rows would be neither trained nor saved; use the model's own tokenizer, {ways}"
+                f"model.resize_embeddings must be false with an adapter, got true, whose new rows would be neither trained nor saved; name new tokens in tokenizer.add_tokens and train their rows with adapter.also_train, {ways}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
@@ -80,10 +81,20 @@ class TrainingConfig(Section):
         return self
 
 
+def _no_eight_bits(value: Any) -> Any:
+    if isinstance(value, str) and re.search(r"[48]_?bit", value):
+        raise ValueError(
+            f"must be adamw or muon, got {value!r}, whose rounded moments train differently on each engine (docs/promises/exactness.md); "
+            "for less memory set adamw with a config that shards its moments (fsdp2, deepspeed_zero2) or offloads them, or muon, "
+            "which has one moment instead of two"
+        )
+    return value
+
+
 class OptimizerConfig(Section):
     """AdamW or Muon, with weight decay on all weights but biases and norms, and clipping by the global norm."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Annotated[Literal["adamw", "muon"], BeforeValidator(_no_eight_bits)] = "adamw"
     """Optimizer: adamw, or muon for the weights of the hidden layers with AdamW for embeddings, head, norms and biases."""
     learning_rate: PositiveFloat = 3e-3
     """Peak learning rate; Muon's updates are as large as AdamW's, so one rate serves both."""

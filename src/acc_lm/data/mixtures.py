@@ -131,7 +131,7 @@ def _shared_tokenizer(
         for part, plan in zip(configs, plans, strict=True)
     ]
     parts = (ROWS_FORMAT, "tokenizer", [corpus.key for corpus in corpora], columns, config.eval_fraction)
-    key = hash_text(repr((parts, tokenizer_config.model_dump_json(), config.skip_bad_rows)))
+    key = hash_text(repr((parts, tokenizer_config.content(), config.skip_bad_rows)))
 
     def texts() -> Iterator[str]:
         for name, part, plan, corpus in zip(names, configs, plans, corpora, strict=True):

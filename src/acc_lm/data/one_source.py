@@ -70,7 +70,7 @@ def build_source(
             "set tokenizer.name_or_path, or name fewer data.files"
         )
     corpus = open_corpus(config, seed, plan.read if plan else None)
-    made_by = tokenizer_config.model_dump_json() if tokenizer is None else tokenizer_key(tokenizer)
+    made_by = tokenizer_config.content() if tokenizer is None else tokenizer_key(tokenizer)
 
     def key_of(form: str, text: str) -> str:
         parts = (form, text, made_by, config.text_column, config.eval_fraction, config.skip_bad_rows)

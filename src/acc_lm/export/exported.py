@@ -19,7 +19,9 @@ from acc_lm.modeling.pretrained import refuse_kernels
 from acc_lm.text.tokenizer import read_tokenizer
 
 
-def load_exported(folder: Path, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+def load_exported(
+    folder: Path, trust_remote_code: bool = False, revision: str | None = None, in_float32: bool = False
+) -> Any:
     """Load the model in a folder or on the Hub; for an adapter, peft's model of its base with the adapter in it.
 
     Raises:
@@ -50,7 +52,14 @@ def load_exported(folder: Path, trust_remote_code: bool = False, revision: str |
             f"the base of the adapter {folder} must be a model that transformers loads, got {adapter.base}: {first_line(error)}; "
             f"put it there, or correct base_model_name_or_path in {ADAPTER_SETTINGS}"
         ) from None
-    return model if adapter is None else apply_adapter(adapter, model)
+    return model if adapter is None else apply_adapter(adapter, model, in_float32)
+
+
+def _is_tied(base: Any) -> bool:
+    """True if the base's head shares the weight of its embeddings, whatever peft has put in their places."""
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    table, head = (getattr(getattr(module, "original_module", module), "weight", None) for module in ends)
+    return table is not None and table is head
 
 
 def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -66,7 +75,13 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
         )
     if output.exists():
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
-    model = load_exported(folder).float().merge_and_unload().to(dtype)  # merged in float32, whatever the output dtype
+    model = load_exported(folder, in_float32=True)
+    is_tied = _is_tied(model.get_base_model())
+    model = model.merge_and_unload()
+    if is_tied:  # peft has loaded a copy for each of the names
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = True
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    model = model.to(dtype)  # merged in float32, whatever the output dtype
     tokenizer, steps = read_tokenizer(folder), exported_steps(folder)
     with written_aside(output) as work:
         model.save_pretrained(work)

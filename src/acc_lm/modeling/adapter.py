@@ -1,11 +1,13 @@
 """Adapters: low-rank matrices that peft adds to a model whose own weights stay frozen.
 
 peft changes the model in place: the base model keeps its class, its forward and its loss head. Some of its linear layers
-now have adapter matrices next to them, and only these matrices have a gradient. A base is identified by a checksum of its
-weights: checkpoints and exports hold the adapter alone, and are useless with another base.
+now have adapter matrices next to them, and only these matrices have a gradient, with the modules that the recipe trains
+too. A base is identified by a checksum of its weights: checkpoints and exports hold what is trained alone, and are useless
+with another base.
 
     model.layers.0.self_attn.q_proj.base_layer.weight          of the base, frozen
     model.layers.0.self_attn.q_proj.lora_A.default.weight      trained
+    model.embed_tokens.weight                                  trained with adapter.also_train: [embed_tokens]
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
     """
     from peft import get_peft_model
 
-    lora = lora_settings(config, _targets(model, config))
+    also, head = _also_trained(model, config), model.get_output_embeddings()
+    lora = lora_settings(config, _targets(model, config, also))
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warns of layers with a transposed weight, which peft then handles
@@ -62,6 +65,12 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
                 f"{first_line(error)}; name others"
             ) from None
     model.base_checksum = base  # type: ignore[assignment]
+    for module in map(model.get_submodule, also):
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True)
+        _widen(module, module is head)
+    if also:  # named only now: peft would have wrapped the modules, and kept a copy of each as it was
+        lora.modules_to_save = saved_modules(model, also)
     if config.quantize_base != "none":
         _quantize(model, config.quantize_base)
 
@@ -126,11 +135,76 @@ def base_checksum(model: nn.Module) -> str | None:
     return found
 
 
-def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
-    """Check the recipe's `target_modules` and return them as peft takes them.
+def _also_trained(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
+    """Names of the modules that the recipe's `also_train` means.
 
     Raises:
-        ConfigError: one of them matches no linear layer, or matches the output head.
+        ConfigError: one of them matches no module that has weights of its own.
+    """
+    owners = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
+    found: list[str] = []
+    for wanted in config.also_train:
+        meant = [name for name in owners if name == wanted or name.endswith(f".{wanted}")]
+        if not meant:
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in owners))
+            raise ConfigError(
+                f"adapter.also_train must be among {ends}, modules of the model with weights of their own, got {wanted!r}; name some of these"
+            )
+        found += [name for name in meant if name not in found]
+    return found
+
+
+def _widen(module: nn.Module, is_head: bool) -> None:
+    """Hold a module's own weights in float32, as those of the adapter, where the model has 16 bits.
+
+    The rest of the model keeps its type: outside of autocast, what enters the module is widened and what leaves it is
+    narrowed again. The head's loss or logits stay in float32.
+    """
+    own = [parameter for parameter in module.parameters(recurse=False) if parameter.dtype == torch.bfloat16]
+    for parameter in own:
+        parameter.data = parameter.data.float()
+    if not own:
+        return
+
+    def widen(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_cast(value, torch.bfloat16, torch.float32) for value in inputs)
+
+    def narrow(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return _cast(output, torch.float32, torch.bfloat16)
+
+    module.register_forward_pre_hook(widen)
+    if not is_head:
+        module.register_forward_hook(narrow)
+
+
+def _cast(value: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+    """Tensor of type `given` in type `wanted`, unless autocast chooses the types; anything else as it is."""
+    if not isinstance(value, Tensor) or value.dtype != given or torch.is_autocast_enabled(value.device.type):
+        return value
+    return value.to(wanted)
+
+
+def saved_modules(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Names under which peft must load these modules: their own, and those of the modules that share their weights.
+
+    peft ties nothing by itself: it loads a head that shares the embeddings' weight only if the folder has it too.
+    """
+    shared = {id(parameter) for name in names for parameter in model.get_submodule(name).parameters(recurse=False)}
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(id(parameter) in shared for parameter in module.parameters(recurse=False))
+    ]
+
+
+def _targets(model: PreTrainedModel, config: AdapterConfig, also: list[str]) -> list[str]:
+    """Check the recipe's `target_modules` and return them as peft takes them.
+
+    Args:
+        also: modules that are trained completely, and need no adapter.
+
+    Raises:
+        ConfigError: one of them matches no linear layer, or matches the output head or one that is trained completely.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -139,7 +213,7 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
     there = {name for name, layer in linear.items() if layer is not head}
     if config.target_modules == (ALL,):
         # Full names: a suffix could also match another layer, such as the head.
-        return sorted(there)
+        return sorted(there - set(also))
     for target in config.target_modules or ("nothing",):
         meant = {name for name in linear if name == target or name.endswith(f".{target}")}
         if not meant or meant - there:
@@ -147,6 +221,12 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in there}))
             raise ConfigError(
                 f"adapter.target_modules must be {ALL} or among {ends or 'none'}, got {got}; name some of these"
+            )
+        both = sorted(meant & set(also))
+        if both:
+            raise ConfigError(
+                f"adapter.target_modules must be layers that adapter.also_train leaves out, got {target!r}, which is {both[0]} in both; "
+                "remove it from one of them"
             )
     return list(config.target_modules)
 
@@ -198,7 +278,12 @@ def save_adapter(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_name_in_file(name): tensor.contiguous() for name, tensor in weights.items()}
+    tensors: dict[str, Tensor] = {}
+    stored: set[int] = set()
+    for name, tensor in weights.items():  # tied weights have two names; a file holds each by itself
+        kept = tensor.contiguous()
+        tensors[_name_in_file(name)] = kept.clone() if kept.data_ptr() in stored else kept
+        stored.add(kept.data_ptr())
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     (folder / BASE).write_text(json.dumps({"checksum": checksum, "dtype": model.dtype}, indent=2) + "\n")
     where = str(model.name_or_path)
@@ -215,7 +300,9 @@ def save_adapter(
 
 
 def _name_in_file(name: str) -> str:
-    """model.x.lora_A.default.weight -> base_model.model.model.x.lora_A.weight"""
+    """model.x.lora_A.default.weight -> base_model.model.model.x.lora_A.weight; others only get the prefix."""
+    if f".{ADAPTER_NAME}." not in f"{name}.":
+        return f"base_model.model.{name}"
     stem, _, last = name.rpartition(f".{ADAPTER_NAME}.")
     return f"base_model.model.{stem}" if stem.endswith("lora_magnitude_vector") else f"base_model.model.{stem}.{last}"
 
@@ -269,8 +356,11 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
         ) from None
 
 
-def apply_adapter(adapter: AdapterFolder, base: Any) -> Any:
+def apply_adapter(adapter: AdapterFolder, base: Any, in_float32: bool = False) -> Any:
     """Load the exported adapter into its base and return peft's model, which can merge the two.
+
+    Args:
+        in_float32: True: widen the complete base, to merge without rounding.
 
     Raises:
         ConfigError: the base is not the model that the adapter was trained with.
@@ -281,9 +371,30 @@ def apply_adapter(adapter: AdapterFolder, base: Any) -> Any:
         raise ConfigError(
             f"{adapter.folder} must be used with the base that it was trained on, got other weights at {adapter.base}; put the old weights back"
         )
+    saved = _saved_in(adapter.folder, base)
+    num_ids = max(
+        (shape[0] for name, shape in saved.items() if base.get_submodule(name) is base.get_input_embeddings()),
+        default=0,
+    )
+    if num_ids > base.get_input_embeddings().weight.shape[0]:  # trained with new tokens, whose rows the adapter has
+        base.resize_token_embeddings(num_ids, mean_resizing=False)
+    if in_float32:
+        base.float()
+    for name in saved:
+        module = base.get_submodule(name)
+        _widen(module, module is base.get_output_embeddings())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about names that transformers will change
         return PeftModel.from_pretrained(base, adapter.folder, use_safetensors=True)
+
+
+def _saved_in(folder: Path, base: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name in the base -> shape of its weight, of each module that an exported adapter has completely."""
+    from safetensors import safe_open
+
+    names = {f"base_model.model.{name}.weight": name for name, _ in base.named_modules()}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {names[key]: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key in names}  # noqa: SIM118
 
 
 def choose_trained(model: PreTrainedModel, config: ModelConfig, adapter: AdapterConfig, seed: int, base: str) -> None:

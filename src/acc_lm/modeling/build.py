@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from acc_lm.config import AdapterConfig, ModelConfig
-from acc_lm.errors import ConfigError, first_line
+from acc_lm.errors import first_line
 from acc_lm.modeling.activations import check_checkpointing, checkpoint_arguments
 from acc_lm.modeling.adapter import NO_ADAPTER, choose_trained, weights_checksum
 from acc_lm.modeling.attention import (
@@ -25,7 +25,8 @@ from acc_lm.modeling.flops import Flops, count_flops, few_tokens
 from acc_lm.modeling.loss_head import FUSED, install_loss, use_loss
 from acc_lm.modeling.pretrained import check_length, dropout_of, load_pretrained, pretrained_config, scratch_config
 from acc_lm.modeling.router import Router, find_router
-from acc_lm.text.tokenizer import count_ids
+from acc_lm.modeling.vocabulary import check_new_rows, fit_vocabulary
+from acc_lm.text.tokenizer import new_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -85,11 +86,15 @@ def build_model(
         model = load_pretrained(config)
     with must_run("model"):
         router = find_router(model, config.router_loss)
-    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type)
+    base = weights_checksum(model) if config.config is None else ""  # as it is on disk, without rows for new tokens
+    is_enlarged = config.resize_embeddings and not new_tokens(tokenizer)
+    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type, seed)
     if parts_of_rows > 1:
         check_row_parts(model, sequence_length, parts_of_rows, attention, loss)
-    base = weights_checksum(model) if config.config is None else ""
+    if base and is_enlarged:  # its drawn rows have always belonged to the base
+        base = weights_checksum(model)
     choose_trained(model, config, adapter, seed, base)
+    check_new_rows(model, adapter, tokenizer)
     parameters = list(model.parameters())
     facts = ModelFacts(
         num_parameters=sum(p.numel() for p in parameters),
@@ -128,9 +133,10 @@ def make_ready(
     sequence_length: int,
     packs: bool,
     device_type: str,
+    seed: int = 0,
 ) -> tuple[str, str]:
-    """Set dtype, attention and loss of a model that has its weights; returns the display names of the last two."""
-    _fit_to_recipe(model, config, tokenizer, sequence_length)
+    """Set vocabulary, dtype, attention and loss of a model that has its weights; returns the display names of the last two."""
+    _fit_to_recipe(model, config, tokenizer, sequence_length, seed)
     with must_run("model"):  # in the dtype that the weights were drawn or stored in, which may detect more
         check_causal(model, config, sequence_length)
         attention = choose_attention(model, sequence_length)
@@ -183,18 +189,10 @@ def _prepare_packing(model: PreTrainedModel, attention: str, device_type: str) -
 
 
 def _fit_to_recipe(
-    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int = 0
 ) -> None:
     """Provide embeddings for every id, positions for every row, experts and activation checkpointing."""
-    vocab_size = count_ids(tokenizer)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if vocab_size > rows and config.resize_embeddings:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    elif vocab_size > rows:
-        raise ConfigError(
-            f"model vocab_size must be at least the tokenizer's {vocab_size} ids, got {rows}; "
-            "use the model's own tokenizer, or set model.resize_embeddings=true"
-        )
+    fit_vocabulary(model, config, tokenizer, seed)
     check_length(model, sequence_length)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped kernels of experts do not support it

@@ -22,8 +22,9 @@ from acc_lm.modeling.attention import (
 from acc_lm.modeling.loss_head import FUSED, ignore_padding
 from acc_lm.modeling.pretrained import check_length, is_of_machine, pretrained_config, scratch_config
 from acc_lm.modeling.row_parts import StackedParts
+from acc_lm.modeling.vocabulary import check_new_rows, fit_vocabulary
 from acc_lm.rows.batch import IGNORE_INDEX
-from acc_lm.text.tokenizer import count_ids
+from acc_lm.text.tokenizer import count_ids, new_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +99,11 @@ def _run_on_meta(
         )
         check_checkpointing(model, config)
         ignore_padding(model)
+        if tokenizer is not None and new_tokens(tokenizer):
+            fit_vocabulary(model, config, tokenizer)
         choose_trained(model, config, adapter, 0, "")
+        if tokenizer is not None:
+            check_new_rows(model, adapter, tokenizer)
         own = model.config._attn_implementation
         # transformers reads the values of masks and of expert assignments, which meta tensors do not have.
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a model without the attention interface

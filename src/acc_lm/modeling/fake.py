@@ -39,11 +39,18 @@ class FakeModel:
 
 
 def fake_config(config: ModelConfig, vocab_size: int) -> PreTrainedConfig:
-    """The transformers config of a recipe's model; a vocabulary that the recipe leaves out has `vocab_size` ids."""
+    """The transformers config of a recipe's model.
+
+    Args:
+        vocab_size: ids of a vocabulary that the recipe leaves out, or to which it enlarges an existing one.
+    """
     with must_run("model.config" if config.config is not None else "model.name_or_path"):
         if config.config is not None:
             return scratch_config(config, None, vocab_size)
-        return pretrained_config(config)
+        found = pretrained_config(config)
+        text = found.get_text_config()
+        text.vocab_size = max(text.vocab_size, vocab_size)
+        return found
 
 
 def with_depth(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:

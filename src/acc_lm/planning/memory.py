@@ -103,7 +103,7 @@ def _moments(
     complete = placement.gradients * counts.trained
     filled = complete if placement.at_once else 0.0
     summed = held + filled if placement.apart else max(held, filled)
-    own = size * counts.block * counts.trained / counts.total  # gradients of a block
+    own = size * counts.trained_of_block  # gradients of a block
     # A shard is added to when a whole gradient has been reduced; other gradients are added to as they are computed.
     work = block - own if held and not is_sharded else block
     of_head = size * largest if counts.is_tied or not is_sharded else 0.0
@@ -176,14 +176,13 @@ class _Gathered:
 def _gathered(probe: Probe, placement: Placement) -> _Gathered:
     counts = probe.parameters
     size = 2 if placement.compute == "cast" else 4
-    share = counts.trained / counts.total
     block, head = float(size * counts.block), float(size * counts.head)
     tied = head * counts.is_tied
     at_head = head + (
         block if counts.is_tied else head
     )  # the last message is held until the next one: a block's, or its own
-    reduced_head = 0.0 if counts.is_tied else placement.reduces * counts.head * (share == 1)
-    reduced = placement.reduces * counts.block * share
+    reduced_head = 0.0 if counts.is_tied else placement.reduces * counts.head * counts.trains_head
+    reduced = placement.reduces * counts.trained_of_block
     at_end = head + reduced  # of the embedding, or of the head that is tied to it
     if placement.gathers == "blocks":  # one that is computed with, and the next one; a head with its buffer
         two = 2 * block + tied

@@ -92,10 +92,18 @@ class Parameters:
     num_blocks: int
     is_tied: bool
     """True if the embedding shares the head's weight."""
+    trains_head: bool = True
+    known_of_block: int | None = None
+    """Trained ones of a block, if they are not in proportion to all."""
 
     @property
     def outside(self) -> int:
         return self.total - self.num_blocks * self.block
+
+    @property
+    def trained_of_block(self) -> float:
+        """Trained ones of a block."""
+        return self.block * self.trained / self.total if self.known_of_block is None else self.known_of_block
 
 
 class Probe:
@@ -225,7 +233,11 @@ class Probe:
             total += block * blocks
         else:
             block = (total - weight.numel()) // self.num_blocks
-        found = Parameters(total, trained, weight.numel(), block, self.num_blocks, is_tied)
+        of_block = None
+        if more and self._config.adapter.also_train:  # which is trained more than in proportion
+            of_block = (more[0][1] - counts[0][1]) // (self._depths[1] - self._depths[0])
+        trains_head = weight.requires_grad
+        found = Parameters(total, trained, weight.numel(), block, self.num_blocks, is_tied, trains_head, of_block)
         return found, tuple(weight.shape), fake.is_fused
 
     @contextlib.contextmanager
@@ -360,7 +372,7 @@ class Probe:
         if key not in self._heads:
             vocab_size, width = self._sizes
             positions = micro_batch_size * self._length
-            is_trained = self._config.adapter.kind == "none"
+            is_trained = self.parameters.trains_head
             with self._fake():
                 dtype = self._dtype(compute)
                 reads = torch.bfloat16 if compute == "autocast" else dtype
@@ -436,10 +448,11 @@ class _BackwardBytes(LiveBytes):
 
 
 def vocabulary_of(config: Config) -> int:
-    """Number of ids that the model needs if its config names none."""
-    from acc_lm.text.tokenizer import count_ids, load_tokenizer
+    """Number of ids that the model needs if its config names none, or if the recipe enlarges its vocabulary."""
+    from acc_lm.text.tokenizer import count_ids, load_tokenizer, vocabulary_to_build
 
-    if config.model.config is None or "vocab_size" in config.model.config:
+    is_enlarged = config.tokenizer.add_tokens or config.tokenizer.add_special_tokens or config.model.resize_embeddings
+    if not is_enlarged if config.model.config is None else "vocab_size" in config.model.config:
         return 0
     try:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
@@ -447,4 +460,4 @@ def vocabulary_of(config: Config) -> int:
         raise ConfigError(f"{error}; for a plan alone, model.config.vocab_size=N does without it") from None
     if tokenizer is not None:
         return count_ids(tokenizer)
-    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 257
+    return vocabulary_to_build(config.tokenizer)

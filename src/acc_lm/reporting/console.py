@@ -22,6 +22,7 @@ from acc_lm.rows.order import RowOrder
 from acc_lm.run_files.log_file import append_lines
 from acc_lm.run_files.names import LOG, PICTURE, SUMMARY
 from acc_lm.runtime import Identity, Ranks, split_global_batch
+from acc_lm.text.tokenizer import new_tokens
 
 
 def start_block(
@@ -63,6 +64,7 @@ def start_block(
         ),
         ("speed", _of_what(config, identity, model.flops)),
         *lines_of_text(config, data, order),
+        *_line_of_new_tokens(config, data),
         ("tracking", tracking),
         ("output", config.output_dir),
     ]
@@ -98,6 +100,21 @@ def lines_of_text(config: Config, data: Data, order: RowOrder) -> list[tuple[str
         held_out += f", {facts.eval_bytes / (facts.train_bytes + facts.eval_bytes):.1%} of all"
     lines = [("text", f"{text} ({facts.vocab_size:,} ids)"), ("held out", held_out), ("rows", in_rows)]
     return [*lines[:1], ("encoder", facts.encoder), *lines[1:]] if facts.encoder else lines
+
+
+def _line_of_new_tokens(config: Config, data: Data) -> list[tuple[str, str]]:
+    """Pair (name, text) for the tokens that the recipe adds; none without any."""
+    tokens = [*config.tokenizer.add_tokens, *config.tokenizer.add_special_tokens]
+    if not tokens:
+        return []
+    ids = data.tokenizer.convert_tokens_to_ids(tokens)
+    text = f"{len(tokens):,} with ids {min(ids):,} to {max(ids):,}"
+    is_existing = config.tokenizer.name_or_path or config.model.name_or_path
+    known = [token for token in tokens if token not in new_tokens(data.tokenizer)] if is_existing else []
+    if known:
+        more = f" and {len(known) - 3:,} more" if len(known) > 3 else ""
+        text += f"; in the vocabulary before: {', '.join(map(repr, known[:3]))}{more}"
+    return [("new tokens", text)]
 
 
 def notes_of_text(data: Data) -> list[tuple[str, str]]:

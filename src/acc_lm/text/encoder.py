@@ -43,6 +43,8 @@ WORTH = 40
 """Characters for each entry of the vocabulary from which tiktoken is worth its start: half a second for GPT-2's."""
 LONGEST_SPACE = 1 << 12
 """Characters of a window that is not all white space: tiktoken's engine follows `\\s+(?!\\S)` back one by one."""
+MOST_TO_FIND = 256
+"""Added tokens that are looked for in each text, one by one, before tiktoken encodes it."""
 LITTLE_TEXT = "tokenizers, because there is little text"
 
 
@@ -169,6 +171,9 @@ class _Fast:
             return "tokenizers, because this is no byte-level BPE with one pattern"
         if not SAFE_PATTERN.fullmatch(pattern) or _differing(pattern, range(128)):
             return "tokenizers, because its pattern could mean something else to tiktoken"
+        to_find = sum(not token["special"] for token in structure["added_tokens"])
+        if to_find > MOST_TO_FIND:
+            return f"tokenizers, because {to_find:,} added tokens are to be found in text"
         ranks = _ranks_of(structure["model"])
         if ranks is None:
             return "tokenizers, because its ids are not in the order of its merges"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 END_TOKEN = "<|endoftext|>"
+LEAST_VOCABULARY = 257
+"""Ids of a byte tokenizer; a character tokenizer has one more for each character of the text."""
 PIECE = 1_000_000  # characters of one document that are encoded in one call
 
 
@@ -40,7 +42,7 @@ def read_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
 
 
 def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """Load the existing tokenizer that the recipe names; None if one is to be built from the text.
+    """Load the existing tokenizer that the recipe names, with the recipe's tokens; None if one is to be built from the text.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded, is not a fast tokenizer, or has no end token.
@@ -71,7 +73,61 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> PreTrainedTok
         raise ConfigError(
             f"{key} must have an end token (eos_token) to separate documents, got none; add one to the tokenizer"
         )
+    add_tokens(tokenizer, config)
     return tokenizer
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
+    """Add the recipe's tokens to a tokenizer; one that its vocabulary has keeps its id, and needs no new row.
+
+    Raises:
+        ConfigError: a new token would get the id of another one.
+    """
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_vocab() if config.add_tokens or config.add_special_tokens else {}
+    for special, tokens in ((False, config.add_tokens), (True, config.add_special_tokens)):
+        if not tokens:
+            continue
+        # Looked for in the text as it is, whatever a normaliser makes of it, and without the spaces around it.
+        added = [AddedToken(token, special=special, normalized=False) for token in tokens]
+        tokenizer.add_tokens(added, special_tokens=special)  # type: ignore[arg-type]
+    new = {token: number for token, number in tokenizer.get_vocab().items() if known and token not in known}
+    taken = {number: token for token, number in known.items()}
+    for token, number in new.items():
+        if number in taken:
+            raise ConfigError(
+                f"tokenizer.add_tokens must be empty for a vocabulary whose ids have gaps, got {token!r} with the id {number} of "
+                f"{taken[number]!r}; renumber the vocabulary without gaps"
+            )
+    for token in (*config.add_tokens, *config.add_special_tokens):
+        # A vocabulary writes bytes and spaces as other characters, and takes a token that consists of such for these bytes.
+        decoded = _decode_after(tokenizer, int(tokenizer.convert_tokens_to_ids(token)))
+        if decoded != token:
+            raise ConfigError(
+                f"tokenizer.add_tokens must be text that this tokenizer can decode, got {token!r}, which would become {decoded!r}; "
+                "choose another token, such as one with <| and |> around it"
+            )
+    tokenizer.new_tokens = frozenset(new)  # type: ignore[attr-defined]
+
+
+def _decode_after(tokenizer: PreTrainedTokenizerBase, number: int) -> str:
+    """Text that an id adds to a text that has begun."""
+    begun = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("a"))
+    before, after = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (begun, [*begun, number]))
+    return str(after).removeprefix(str(before))
+
+
+def new_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The recipe's tokens that the vocabulary of an existing tokenizer did not have before."""
+    found: frozenset[str] = tokenizer.__dict__.get("new_tokens", frozenset())
+    return found
+
+
+def vocabulary_to_build(config: TokenizerConfig) -> int:
+    """Number of ids of a tokenizer that is yet to be built, as the recipe asks for it."""
+    built = config.vocab_size if config.kind == "bpe" else LEAST_VOCABULARY
+    return built + len(config.add_tokens) + len(config.add_special_tokens)
 
 
 def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedTokenizerBase:
@@ -98,13 +154,15 @@ def make_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedT
             show_progress=False,
         )
         backend.train_from_iterator(iter(()) if config.kind == "byte" else iter(texts), trainer)
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END_TOKEN,
         bos_token=END_TOKEN,
         pad_token=END_TOKEN,
         padding_side="left",  # generation continues from the last token of a row
     )
+    add_tokens(tokenizer, config)
+    return tokenizer
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

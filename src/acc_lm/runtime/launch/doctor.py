@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from acc_lm.config import Config
 
 
-LEAST_VOCABULARY = 257
-"""Vocabulary size of a byte tokenizer; a character tokenizer has one more id for each character of the text."""
-
-
 def machine() -> dict[str, Any]:
     """Describe versions, devices with their memory in GB, process-group backends, and DeepSpeed's build tools."""
     return {
@@ -158,15 +154,14 @@ def _checked(config: Config) -> tuple[PreTrainedTokenizerBase | None, nn.Module]
     from acc_lm.data import check_files
     from acc_lm.modeling.build import DTYPES
     from acc_lm.modeling.checks import check_model, check_parts_early
-    from acc_lm.text.tokenizer import load_tokenizer
+    from acc_lm.text.tokenizer import load_tokenizer, vocabulary_to_build
 
     strategy, distributed = requested_strategy(), config.distributed
     tokenizer = load_tokenizer(config.tokenizer, config.model)
-    vocab_size = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else LEAST_VOCABULARY
     model = check_model(
         config.model,
         tokenizer,
-        vocab_size,
+        vocabulary_to_build(config.tokenizer),
         config.data.sequence_length,
         distributed.find_unused_parameters,
         config.adapter,
