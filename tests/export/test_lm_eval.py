@@ -19,7 +19,6 @@ from test_evaluate_cli import adapter_run, chat_run, chats, evaluate, figures, f
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
 from acc_lm.export.exported import load_exported
 from acc_lm.text.tokenizer import build_encoder
 
