@@ -15,7 +15,7 @@ test: .venv/installed  ## install, then run the tests that are not slow
 
 # A worker that has nothing left to do takes tests from the other. tests/more.txt names what is left to test-more.
 test-more: .venv/installed  ## the tests that tests/more.txt leaves out of make test
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "more and not slow and not lm_eval"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "more and not slow and not lm_eval and not serve"
 
 test-all: .venv/installed  ## the slow ones too
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m ""

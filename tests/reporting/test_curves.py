@@ -13,6 +13,7 @@ from acc_lm.checkpointing.resuming import resumed_at
 from acc_lm.run_files import curves
 from acc_lm.run_files.charts import smooth
 from acc_lm.run_files.curves import draw_curves
+from acc_lm.run_files.metrics_file import read
 from acc_lm.run_files.names import ENVIRONMENT, METRICS, PICTURE
 
 
@@ -109,3 +110,66 @@ def test_a_run_records_where_it_was_resumed_and_draws_it(
     last = Path(starts[-1]["checkpoint"])
     assert last == (run / "checkpoints/step-00000004").resolve()
     assert starts[-1]["ledger"] == json.loads((last / "state.json").read_text())["progress"]["ledger"]
+
+
+def keep_what_is_drawn(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the points of every line of a picture, by chart and label, as it is saved by a process that is forked later."""
+    import matplotlib.figure
+
+    save = matplotlib.figure.Figure.savefig
+
+    def keep(figure: Any, *arguments: Any, **keys: Any) -> None:
+        charts = {
+            axes.get_title(): {
+                line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axes.lines
+            }
+            for axes in figure.axes
+        }
+        file.write_text(json.dumps(charts, default=float))
+        save(figure, *arguments, **keys)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+
+
+def recorded(run: Path, metric: str) -> list[list[float]]:
+    """Steps and values of a metric in metrics.jsonl."""
+    entries = [entry for entry in read(run) if metric in entry]
+    return [[entry["step"] for entry in entries], [entry[metric] for entry in entries]]
+
+
+def check_lines(charts: dict[str, Any], run: Path, num_steps: int) -> None:
+    losses, evaluations = recorded(run, "train/loss"), recorded(run, "eval/loss")
+    assert len(losses[0]) == num_steps
+    assert len(evaluations[0]) == num_steps // 14, "each step once, also after a resume"
+    training, held_out = charts["Training loss"], charts["Evaluation loss"]
+    assert training["logged steps"] == losses
+    window = num_steps // 40
+    means = [
+        sum(part) / len(part) for n in range(num_steps) if (part := losses[1][max(0, n - window) : n + window + 1])
+    ]
+    assert training["smoothed"] == [losses[0], pytest.approx(means)]
+    assert held_out["held-out text"] == evaluations
+    best = min(evaluations[1])
+    at = evaluations[0][evaluations[1].index(best)]
+    assert held_out[f"best {best:.4f} at step {at}"] == [[at], [best]]
+    assert charts["Learning rate"]["logged steps"] == recorded(run, "train/learning_rate")
+    assert charts["Held-out text, compressed"]["this model"] == recorded(run, "eval/bits_per_byte")
+
+
+def test_a_picture_has_the_values_of_the_metrics_also_after_a_resume(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drawn, num_steps = tmp_path / "run", tmp_path / "drawn.json", 42
+    keep_what_is_drawn(drawn, monkeypatch)
+    more = [f"training.max_steps={num_steps}", "training.log_every=1", "training.eval_every=14", "checkpoint.every=14"]
+    more += ["checkpoint.keep_last=9", "optimizer.learning_rate=5e-2"]
+    run_training([*tiny, *more])
+    uninterrupted = json.loads(drawn.read_text())
+    check_lines(uninterrupted, run, num_steps)
+    run_training([*tiny, *more, f"checkpoint.resume={run}/checkpoints/step-00000014"])
+    resumed = json.loads(drawn.read_text())
+    check_lines(resumed, run, num_steps)
+    for title, lines in resumed.items():
+        assert lines.pop("resumed on single x1") == [[14, 14], [0, 1]], title
+        if title != "Speed":
+            assert lines == uninterrupted[title], "as if it had not been interrupted"

@@ -40,6 +40,10 @@ def test_the_log_has_every_line_of_the_terminal_over_all_starts(tiny: list[str],
     said = (first.output + second.output).splitlines()
     assert log_of(tmp_path / "run") == [(0, line.rstrip()) for line in said]
     assert any(line.startswith("resumed from") for line in said)
+    for output in (first.output, second.output):
+        assert re.search(r"^processes +world size 1, no process group; this is rank 0, local rank 0$", output, re.M)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["world_size"], summary["backend"], summary["rank"], summary["local_rank"]) == (1, None, 0, 0)
     error = run_training([*tiny, "optimizer.learning_rate=7"], expect=5)
     assert log_of(tmp_path / "run")[len(said) :] == [(0, line) for line in error.output.splitlines()]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -145,7 +149,7 @@ def test_a_bar_on_a_terminal_leaves_lines_in_the_log(tiny: list[str], tmp_path: 
     assert launch.wait(60).codes == [0], shown.decode()
     assert b"\r" in shown.replace(b"\r\n", b"\n")
     assert b"4/4" in shown
-    assert b"loss" in shown
+    assert re.search(rb"loss \d\.\d{4}, lr \d\.\d\de-\d\d, [\d,]+ tok/s", shown)
     lines = [text for _, text in log_of(tmp_path / "run")]
     assert [line.split()[1] for line in lines if line.startswith("step") and " lr " in line] == ["1/4", "2/4", "4/4"]
     assert len([line for line in lines if "%|" in line and "loss" in line]) == 1, "the bar as it ends"

@@ -91,6 +91,92 @@ def run_python(script: str, arguments: list[str], folder: Path) -> subprocess.Co
     )
 
 
+NOTEBOOK = ROOT / "docs/notebooks/quickstart.ipynb"
+DISPLAY = "from IPython.display import Image, display"
+
+
+def cells_of_the_notebook(folder: Path) -> list[str]:
+    """Code cells, with four steps and runs of its own folder on few files; every change must find its place."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    files = sorted(Path(json.__file__).parent.glob("*.py"))
+    small = "data.source=files data.eval_fraction=0.3 tokenizer.vocab_size=300 data.sequence_length=32 model.config.hidden_size=32"
+    words = [
+        *small.split(),
+        f"data.files={[str(file) for file in files]}",
+        "schedule.warmup_steps=2",
+        "training.log_every=1",
+    ]
+    changes = {
+        "STEPS = 300": "STEPS = 4",
+        'Path("runs/notebook")': f"Path({str(folder / 'notebook')!r})",
+        'keys = ["tracking.report_to=[]"': f'keys = [*{words!r}, "tracking.report_to=[]"',
+        "num_processes=PROCESSES)": f'num_processes=PROCESSES, use_port="{port}")',
+    }
+    cells = ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
+    for old, new in changes.items():
+        assert sum(cell.count(old) for cell in cells) == 1, old
+        cells = [cell.replace(old, new) for cell in cells]
+    return cells
+
+
+def check_the_runs_of_the_notebook(folder: Path, printed: str) -> None:
+    assert re.search(r"^acc-lm \d", printed, re.M)
+    assert "completed after 4 steps" in printed
+    assert "\ndef main(" in printed
+    check_two_processes(folder / "notebook-2-processes")
+    one = json.loads((folder / "notebook/environment.json").read_text())
+    assert (one["strategy"], one["num_processes"]) == ("single", 1)
+    (difference,) = re.findall(r"largest difference of a step's loss: (\S+)", printed)
+    assert float(difference) < 1e-5
+
+
+def test_the_quickstart_notebook_has_no_outputs_and_is_valid() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            compile("".join(cell["source"]), "cell", "exec")
+        for link in re.findall(r"\]\(([^)]+)\)", "".join(cell["source"])):
+            assert (NOTEBOOK.parent / link).is_file(), link
+
+
+def test_the_cells_of_the_quickstart_notebook_train_in_one_namespace(tmp_path: Path) -> None:
+    script = "\n".join(cells_of_the_notebook(tmp_path))
+    assert script.count(DISPLAY) == 1
+    (tmp_path / "cells.py").write_text(script.replace(DISPLAY, "Image, display = dict, print"))  # there is no IPython
+    environment = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.match(name)}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "cells.py")],
+        cwd=tmp_path, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_the_runs_of_the_notebook(tmp_path, done.stdout)
+    assert f"{{'filename': '{tmp_path}/notebook/training_curves.png'}}" in done.stdout
+
+
+@pytest.mark.slow
+def test_jupyter_runs_the_quickstart_notebook(tmp_path: Path) -> None:
+    for package in ("nbclient", "ipykernel"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install nbclient ipykernel")
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = iter(cells_of_the_notebook(tmp_path))
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.source = next(cells)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    check_the_runs_of_the_notebook(tmp_path, "".join(output.get("text", "") for output in outputs))
+    assert [output for output in outputs if "image/png" in output.get("data", {})], "the curves are shown"
+
+
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
     """Learned values, without what depends on the clock and the machine."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()

@@ -37,7 +37,7 @@ VERBS = {
     "look at a model or a run": {
         "report": "write one page about a run, live or ended, with curves, samples and proof; compare several runs",
         "generate": "print text that an exported model writes",
-        "evaluate": "measure loss, perplexity, bits per byte and token accuracy on a text, by document; score answers to prompts",
+        "evaluate": "measure loss, perplexity, bits per byte and token accuracy on a text, by document; score answers to prompts; run benchmarks",
         "export": "convert an exported model into another model folder",
         "push": "upload a model folder to the Hub, private by default",
         "checkpoint": "list, verify, export or convert checkpoints",
@@ -56,7 +56,7 @@ USAGES = {
     "launch": "acc-lm launch CONFIG [--num_processes N ...] [RECIPE] [section.key=value ...]",
     "data": "acc-lm data show|prepare [RECIPE] [--rows N] [--ids] [--html FILE] [--processes N] [section.key=value ...]",
     "plan": "acc-lm plan [RECIPE] --gpus 8xH100 [--measure] [--config NAME] [--price X] [--network GBIT] [--machine-memory GB] [--all] [--json] [--html FILE] [section.key=value ...]",
-    "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--json] [section.key=value ...]",
+    "evaluate": "acc-lm evaluate MODEL [--data FILE] [--predictions FILE] [--generate] [--tasks NAME,...] [--json] [section.key=value ...]",
     "scaling": "acc-lm scaling [--config RECIPE] [--config_file FILE] [--processes 1,2,4] [--steps N] [--output FILE] [section.key=value ...]",
     "bench-comm": "acc-lm bench-comm [--config RECIPE] [--processes N] [--sizes SIZE,...] [--parts NAME,...] [--output FILE] [section.key=value ...]",
     "keep-going": "acc-lm keep-going [--attempts N] [--pause SECONDS] -- accelerate launch ... train.py ...",

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.cli import stdout_on_stderr
-from acc_lm.cli.evaluated_model import BATCH_SIZE, SETTLED, Request, check_tokenizer, environment_of, recipe_of
+from acc_lm.cli.evaluated_model import BATCH_SIZE, SETTLED, Request, Tasks, check_tokenizer, environment_of, recipe_of
+from acc_lm.cli.evaluated_tasks import check_tasks, evaluate_tasks
 from acc_lm.config import Config
 from acc_lm.errors import ConfigError, OutOfMemoryError
 from acc_lm.redaction import printable
@@ -65,6 +66,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the Hub id")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
+        "--tasks",
+        metavar="NAME,...",
+        help="run benchmarks of lm-eval instead, and record their figures in the run's summary.json and in the model card",
+    )
+    parser.add_argument(
+        "--include-path",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder with YAML files of your own tasks; repeat it for several",
+    )
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="solved examples before each question (default: the task's own)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="first N samples of each task, for a trial")
+    parser.add_argument(
+        "--chat", action="store_true", help="ask each question of a task as a user's turn, in the model's chat template"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
@@ -78,6 +99,14 @@ def run(known: argparse.Namespace) -> int:
             raise ConfigError(
                 f"command line: must be an option or section.key=value, got {word!r}; pass data as --data {word}"
             )
+    tasks = None
+    if known.tasks is not None:
+        names = tuple(name.strip() for name in known.tasks.split(","))
+        tasks = Tasks(names, tuple(known.include_path), known.num_fewshot, known.limit, known.chat)
+    of_tasks = {"include-path": known.include_path, "num-fewshot": known.num_fewshot is not None}
+    for name, option in (of_tasks | {"limit": known.limit is not None, "chat": known.chat}).items():
+        if option and tasks is None:
+            raise ConfigError(f"--{name} must come with --tasks, got it alone; add --tasks")
     return evaluate_model(
         Request(
             known.model,
@@ -90,6 +119,7 @@ def run(known: argparse.Namespace) -> int:
             known.batch_size,
             known.revision,
             known.json,
+            tasks,
             tuple(known.overrides),
         )
     )
@@ -102,6 +132,8 @@ def evaluate_model(request: Request) -> int:
     _check(request)
     config: Config | None = None
     try:
+        if request.tasks is not None:
+            return evaluate_tasks(request, request.tasks)
         with stdout_on_stderr(request.as_json):
             config, run = recipe_of(request)
             found = _run(request, config, run)
@@ -153,6 +185,8 @@ def _check(request: Request) -> None:
             )
         if any(key == name or key.startswith(f"{name}.") for name in SETTLED):
             raise ConfigError(f"{key} must be left out, got {override}; remove it, MODEL decides what is evaluated")
+    if request.tasks is not None:
+        check_tasks(request, request.tasks)
     if request.predictions is not None:
         _check_new_file(request.predictions)
 

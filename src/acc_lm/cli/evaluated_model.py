@@ -47,6 +47,21 @@ SETTLED = (
 )
 
 
+OF_TASKS = ("model.dtype", "model.trust_remote_code", "training.mixed_precision", "training.allow_tf32", "seed")
+"""Keys that apply to benchmarks, whose rows the harness builds."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Benchmarks of the command line."""
+
+    names: tuple[str, ...]
+    include: tuple[Path, ...] = ()
+    num_fewshot: int | None = None
+    limit: int | None = None
+    is_chat: bool = False
+
+
 @dataclass(frozen=True)
 class Request:
     """Options of the command line."""
@@ -61,6 +76,7 @@ class Request:
     batch_size: int | None = None
     revision: str | None = None
     as_json: bool = False
+    tasks: Tasks | None = None
     overrides: tuple[str, ...] = ()
 
 
@@ -101,11 +117,26 @@ def recipe_of(request: Request) -> tuple[Config, Path | None]:
         data |= {"source": "files", "files": list(request.data)}
     if run is None and not any(override.startswith("data.sequence_length=") for override in request.overrides):
         data["sequence_length"] = _longest_row(model, request)
-    values = _recipe_values(request, model, data, recipe)
+    return _resolved(request, _recipe_values(request, model, data, recipe)), None if request.data else run
+
+
+def model_of(request: Request) -> tuple[Config, Path | None]:
+    """Recipe for running benchmarks on this model, without any text, and the run that it belongs to (None without one).
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    model, run = _find_model(request.model)
+    recipe = load_config(run / RECIPE).model_dump(mode="json") if run else {}
+    return _resolved(request, _recipe_values(request, model, {}, recipe)), run
+
+
+def _resolved(request: Request, values: dict[str, Any]) -> Config:
+    """Recipe of these values with the overrides of the command line."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "evaluate.yaml")
         file.write_text(dump_config(Config.model_validate(values)))
-        return load_config(file, request.overrides), None if request.data else run
+        return load_config(file, request.overrides)
 
 
 def _recipe_values(request: Request, model: str, data: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,13 @@ MEASURES = {
 }
 """Metrics of an evaluation, and their names in the model index."""
 
+FILES = ("arrow", "csv", "json", "parquet", "text")
+"""Data sets of a task that are files of the author's machine, by the name of their reader."""
+
+HARNESS_URL = "https://github.com/EleutherAI/lm-evaluation-harness"
+BENCHMARKS = "## Benchmarks"
+"""Heading of the table that `acc-lm evaluate --tasks` writes."""
+
 
 def model_card(config: Config, facts: DataFacts, metrics: dict[str, float], step: int, num_parameters: int) -> str:
     """README.md of the exported model."""
@@ -103,6 +110,71 @@ def merged_card(card: str | None, base: str, name: str, dtype: str) -> str:
     about = f"{base_name(base)[0].upper()}{base_name(base)[1:]} with a LoRA adapter, merged into it in float32 and stored in {dtype}."
     rest = "## Data" + card.partition("\n## Data")[2] if card and "\n## Data" in card else ""
     return _checked(_metadata(name, base, False, **kept), f"# {_plain(name)}\n\n{about}\n\n{rest}".rstrip() + "\n")
+
+
+def card_with_benchmarks(card: str, figures: dict[str, dict[str, Any]], harness: str) -> str | None:
+    """Card with the figures of these tasks in its model index and its table; those of other tasks stay as they are.
+
+    Args:
+        figures: by task, as `acc_lm.evaluation.benchmarks` returns them.
+        harness: name and version of the harness.
+
+    Returns:
+        None: this is not a card of acc-lm, or its metadata is damaged.
+    """
+    from huggingface_hub import EvalResult, ModelCard
+
+    try:
+        data = ModelCard(card).data
+        kept = [*(data.eval_results or ())]
+    except Exception:  # a user has edited it, and it is no YAML any more
+        return None
+    if "acc-lm" not in (data.tags or []):
+        return None
+    kept = [entry for entry in kept if entry.source_name is None or entry.dataset_name not in figures]
+    data.eval_results = kept + [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="text" if task["dataset"] in FILES else hub_id(task["dataset"]) or "text",
+            dataset_name=name,
+            dataset_config=name,
+            metric_type="accuracy" if metric == "acc" else metric,
+            metric_name=metric,
+            metric_value=round(value, 6),
+            source_name=harness,
+            source_url=HARNESS_URL,
+        )
+        for name, task in figures.items()
+        for metric, value in task["metrics"].items()
+    ]
+    data.model_name = data.model_name or "model"
+    lines: dict[str, list[str]] = {}
+    for line in _benchmark_lines(card):
+        lines.setdefault(line.split("|")[1].strip(), []).append(line)
+    for name, task in figures.items():
+        lines[f"`{_plain(name)}`"] = [_benchmark_line(name, metric, task, harness) for metric in task["metrics"]]
+    rows = "\n".join(line for own in lines.values() for line in own)
+    table = f"{BENCHMARKS}\n\n| task | metric | value | examples before | samples | by |\n|---|---|---|---|---|---|\n{rows}\n"
+    body = str(ModelCard(card).text)
+    before, is_there, rest = body.partition(f"\n{BENCHMARKS}\n")
+    if is_there:
+        _, heading, after = rest.partition("\n## ")
+    else:
+        before, heading, after = body.partition("\n## Use\n")
+    return f"---\n{data.to_yaml()}\n---\n{before.rstrip()}\n\n{table}{heading}{after}"
+
+
+def _benchmark_lines(card: str) -> list[str]:
+    """Rows of the table of benchmarks in a card."""
+    section = card.partition(f"\n{BENCHMARKS}\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| `")]
+
+
+def _benchmark_line(name: str, metric: str, task: dict[str, Any], harness: str) -> str:
+    error = task["stderr"].get(metric)
+    value = f"{task['metrics'][metric]:.4f}" + ("" if error is None else f" ± {error:.4f}")
+    cells = [f"`{_plain(name)}`", _plain(metric), value, task["num_fewshot"], task["num_samples"], harness]
+    return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
 
 
 def _metadata(name: str, base: str | None, is_adapter: bool, **more: Any) -> ModelCardData:

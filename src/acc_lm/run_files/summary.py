@@ -18,7 +18,7 @@ from acc_lm.run_files import metrics_file
 from acc_lm.run_files.names import STATE, SUMMARY
 
 """First file that a run writes into its folder, which marks the folder as that of a run."""
-MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final")
+MADE = ("num_steps", "eval_files", "exported_step", "bits_per_byte", "final", "benchmarks")
 """Facts of an attempt that stay in the summary when a later attempt fails, because they remain true."""
 
 
@@ -94,6 +94,16 @@ def _standing(output_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):  # damaged: the next attempt reports it
         reached = {}
     return {**reached, "last_checkpoint": newest}
+
+
+def record_benchmarks(output_dir: Path, figures: dict[str, dict[str, Any]]) -> bool:
+    """Add figures of benchmarks, by task, to the summary of a run that has ended; False if it has none."""
+    summary = read_summary(output_dir)
+    if not summary:
+        return False
+    known = summary.get("benchmarks")
+    write_json(output_dir / SUMMARY, summary | {"benchmarks": (known if isinstance(known, dict) else {}) | figures})
+    return True
 
 
 def read_summary(output_dir: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from acc_lm.runtime.launch.rendezvous import is_launchers_store
 from acc_lm.runtime.settings.config_file import rendezvous_backend, requested_processes
 from acc_lm.runtime.settings.fp8 import check_machine
 from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
-from acc_lm.runtime.settings.strategy import flag, requested_precision
+from acc_lm.runtime.settings.strategy import flag, is_apple_gpu, requested_precision
 
 if TYPE_CHECKING:
     from accelerate.utils import TorchDynamoPlugin
@@ -184,6 +184,23 @@ def refuse_what_a_cpu_cannot_do(distributed: DistributedConfig, strategy: str, h
         raise MachineError(
             f"distributed.comm_hook must be none, fp16, power_sgd or batched_power_sgd on CPU processes, got "
             f"{distributed.comm_hook}, which only NCCL executes; set it to none for the rehearsal"
+        )
+
+
+def refuse_what_an_apple_gpu_cannot_do(dtype: str, precision: str, has_accelerator: bool) -> None:
+    if not (has_accelerator and is_apple_gpu()):
+        return
+    if dtype == "float64":
+        raise MachineError(
+            "model.dtype must be float32 or bfloat16 on an Apple GPU, which has no float64, got float64; set it, or run on the CPU: ACCELERATE_USE_CPU=1"
+        )
+    if precision == "fp8":
+        raise MachineError(
+            "the precision must be bf16, fp16 or no on an Apple GPU, got fp8; set training.mixed_precision=bf16"
+        )
+    if precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise MachineError(
+            "the precision must be fp16 or no on an Apple GPU before macOS 14, got bf16; set training.mixed_precision=no, or update macOS"
         )
 
 

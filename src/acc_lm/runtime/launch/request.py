@@ -107,6 +107,7 @@ def _fit_recipe(config: Config, request: LaunchRequest) -> tuple[int, int]:
     refusals.refuse_a_search_that_hangs(config, request.strategy)
     if request.precision == "fp8":
         check_recipe(config)
+    refusals.refuse_what_an_apple_gpu_cannot_do(config.model.dtype, request.precision, request.has_accelerator)
     refusals.refuse_what_a_cpu_cannot_do(config.distributed, request.strategy, request.has_accelerator)
     refusals.refuse_a_hook_that_fails(config, request.strategy)
     if config.optimizer.name == "muon" and request.strategy.startswith("deepspeed"):

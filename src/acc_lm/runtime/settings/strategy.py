@@ -42,7 +42,17 @@ def world_size() -> int:
 
 def has_accelerator() -> bool:
     """Return whether this launch runs on accelerators."""
-    return torch.accelerator.is_available() and not flag("ACCELERATE_USE_CPU")
+    if flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+        return False
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    has_engine = flag("ACCELERATE_USE_FSDP") or flag("ACCELERATE_USE_DEEPSPEED")
+    # No process group of torch reaches an Apple GPU: what needs one is rehearsed on the CPU, as on a machine without a GPU.
+    return not is_apple_gpu() or (is_alone and not has_engine)
+
+
+def is_apple_gpu() -> bool:
+    """Return whether the accelerator of this machine is an Apple GPU, which torch calls mps."""
+    return torch.backends.mps.is_available()
 
 
 def requested_strategy() -> str:
