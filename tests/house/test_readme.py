@@ -15,7 +15,7 @@ from acc_lm import cli
 from acc_lm.cli.train import parse_train_arguments
 from acc_lm.config.loading import load_config
 
-PAGES = [ROOT / "README.md", ROOT / "cloud/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-TW.md", ROOT / "cloud/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
@@ -99,14 +99,16 @@ def test_the_table_names_every_recipe_and_config() -> None:
         assert f"({file.relative_to(ROOT)})" in readme, file.name
 
 
+@pytest.mark.parametrize("language", ["", ".zh-TW"])
 @pytest.mark.parametrize("table", ["recipe_table", "parity_table", "room_table"])
-def test_the_tables_are_fresh(table: str) -> None:
-    made = runpy.run_path(str(ROOT / "docs/update_readme.py"))[table]()
-    assert made in (ROOT / "README.md").read_text(), "run `make docs`"
+def test_the_tables_are_fresh(table: str, language: str) -> None:
+    made = runpy.run_path(str(ROOT / "docs/update_readme.py"))[table](language)
+    assert made in (ROOT / f"README{language}.md").read_text(), "run `make docs`"
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+@pytest.mark.parametrize("page", ["README.md", "README.zh-TW.md"])
+def test_the_readme_is_short(page: str) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= 150
 
 
 def test_the_shown_output_comes_from_this_quickstart() -> None:
