@@ -186,7 +186,7 @@ def is_chinese(page: Path | str) -> bool:
 
 
 def has_twin(page: Path) -> bool:
-    """Whether a page has a translation next to it."""
+    """True if a page has a translation next to it."""
     return page.suffix == ".md" and (is_chinese(page) or page.with_name(f"{page.stem}{CHINESE}.md").exists())
 
 

@@ -46,7 +46,7 @@ def name_of(page: Path) -> str:
 
 
 def is_simplified(character: str) -> bool:
-    """Whether a character is in the encoding of Simplified Chinese and not in that of Taiwan."""
+    """True if a character is in the encoding of Simplified Chinese and not in that of Taiwan."""
 
     def has(encoding: str) -> bool:
         try:
