@@ -8,6 +8,7 @@ project/, any other file or folder under files/), links lead to those pages, and
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import re
@@ -42,7 +43,7 @@ KINDS = {"code": " *```", "table": r"\|", "list": r" *[-*] | *\d+\. ", "text": r
 API_OPTIONS = "\n".join(
     f"    {line}"
     for line in (
-        "options:", "  show_root_heading: false", "  show_root_toc_entry: false", "  heading_level: 2", "  show_if_no_docstring: true",
+        "options:", "  show_root_heading: true", "  show_root_full_path: false", "  heading_level: 2", "  show_if_no_docstring: true",
         "  members_order: source", "  show_source: false", "  docstring_style: google", "  separate_signature: true",
         "  show_signature_annotations: true", "  filters: ['!^_']",
         "  docstring_options: {warn_unknown_params: false, warn_missing_types: false}",
@@ -83,20 +84,28 @@ def stage(folder: Path) -> None:
         pages.place_of(page)
     pages.write()
     shutil.copy(ROOT / "docs/site.css", folder)
-    (folder / "reference/api").mkdir(parents=True)
-    for front in fronts():
-        page = folder / f"reference/api/{front}.md"
-        page.write_text(f"# acc_lm.{front}\n\n::: acc_lm.{front}\n{API_OPTIONS}\n")
-        link = f"../../../../reference/api/{front}/"
-        page.with_name(f"{front}{CHINESE}.md").write_text(
-            f"# acc_lm.{front}\n\nAPI 的說明是英文：[acc_lm.{front}]({link})。\n"
+    for name, names in fronts().items():
+        docstring = ast.get_docstring(ast.parse((ROOT / f"src/acc_lm/{name}/__init__.py").read_text())) or ""
+        first, _, rest = docstring.partition("\n\n")
+        parts = [f"# acc_lm.{name}", first, f"```text\n{rest}\n```" if rest else ""]
+        parts += [f"::: acc_lm.{name}.{member}\n{API_OPTIONS}" for member in names if not member.isupper()]
+        page = folder / f"reference/api/{name}.md"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text("\n\n".join(parts) + "\n")
+        link = f"../../../../reference/api/{name}/"
+        page.with_name(f"{name}{CHINESE}.md").write_text(
+            f"# acc_lm.{name}\n\nAPI 的說明是英文：[acc_lm.{name}]({link})。\n"
         )
 
 
-def fronts() -> list[str]:
-    """Packages whose `__init__` lists what other rooms may import."""
-    files = sorted((ROOT / "src/acc_lm").glob("*/__init__.py"))
-    return [file.parent.name for file in files if "\n__all__ = " in file.read_text()]
+def fronts() -> dict[str, list[str]]:
+    """Packages whose `__init__` lists what other rooms may import, with that list."""
+    found = {}
+    for file in sorted((ROOT / "src/acc_lm").glob("*/__init__.py")):
+        for statement in ast.parse(file.read_text()).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+                found[file.parent.name] = list(ast.literal_eval(statement.value))
+    return found
 
 
 class Pages:
