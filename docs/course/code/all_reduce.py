@@ -2,7 +2,7 @@
 
     python docs/course/code/all_reduce.py                      # 4 processes on this machine
     python docs/course/code/all_reduce.py --processes 2
-    python docs/course/code/all_reduce.py --output FOLDER      # also draws docs/course/pictures/all_reduce.svg, there
+    python docs/course/code/all_reduce.py --output FOLDER      # the picture all_reduce.svg and its data; else into runs/theory
 
 A collective is a number of rounds, each of which costs a latency `a`, and a number of bytes that pass one after the other, each of
 which costs 1/B: seconds = rounds x a + bytes / B. Both are fitted to what was measured.
@@ -164,7 +164,7 @@ def run(world: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--output", type=Path, help="folder for the picture and its data")
+    parser.add_argument("--output", type=Path, default=Path("runs/theory"), help="folder for the picture and its data")
     known = parser.parse_args()
     world = known.processes
     if world < 2:
@@ -184,12 +184,11 @@ def main() -> None:
     if world > 2:
         print(f"; by these a ring wins from {break_even(latency, bandwidth, world) / 1024:,.0f} KiB on", end="")
     print()
-    if known.output:
-        import draw
+    import draw
 
-        known.output.mkdir(parents=True, exist_ok=True)
-        (known.output / "all_reduce.json").write_text(json.dumps({"processes": world, "rows": rows}) + "\n")
-        draw.draw_data("all_reduce", known.output)
+    known.output.mkdir(parents=True, exist_ok=True)
+    (known.output / "all_reduce.json").write_text(json.dumps({"processes": world, "rows": rows}) + "\n")
+    draw.draw_data("all_reduce", known.output)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-WORKERS, ROWS, REPEATS = 2, 16, 40
-SHAPES = {"200 layers, 32 wide": (200, 32), "4 layers, 1,024 wide": (4, 1024)}
+WORKERS, ROWS, REPEATS = 2, 128, 150
+SHAPES = {"60 layers, 32 wide": (60, 32), "3 layers, 768 wide": (3, 768)}
 """Many small layers spend their time in Python, few wide ones in matrix products, which run without Python's lock."""
 
 
@@ -28,7 +28,7 @@ def build(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer, Te
     """The same model, optimizer and batch in every process."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(ROWS * 8, width)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(ROWS, width)
 
 
 def loss_of(outputs: Tensor, rows: Tensor) -> Tensor:

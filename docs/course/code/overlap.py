@@ -70,7 +70,7 @@ def read_step(run: Path, number: int = 1) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs=2, type=Path, help="the run with buckets, and the run with one bucket")
-    parser.add_argument("--output", type=Path, default=draw.PICTURES)
+    parser.add_argument("--output", type=Path, default=Path("runs/theory"))
     known = parser.parse_args()
     traces = {name: read_step(run) for name, run in zip(("buckets", "one_bucket"), known.runs, strict=True)}
     known.output.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Train a small model on two processes, right and with five faults of distributed training, and draw both curves of each.
 
-    python docs/course/code/wrong_curves.py                     # docs/course/pictures/wrong_*.svg and wrong_curves.json
+    python docs/course/code/wrong_curves.py                     # runs/theory/wrong_*.svg and wrong_curves.json
     python docs/course/code/wrong_curves.py --output FOLDER     # the same into another folder
 
 Everything is trained for real: two processes with DDP over gloo, and with DeepSpeed's ZeRO-3 for the last fault. The model is a
@@ -194,7 +194,7 @@ def work(kind: str, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/course/pictures")
+    parser.add_argument("--output", type=Path, default=Path("runs/theory"))
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     known = parser.parse_args()
     if known.work:
