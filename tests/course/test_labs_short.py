@@ -8,12 +8,22 @@ import pages
 from course import FEW_STEPS, folder_of_a_learner, run_short
 
 OVERRIDES = " ".join(FEW_STEPS).replace("max_steps=3", "max_steps=4")
-SHORTER = {r"^((python|torchrun|accelerate).* output_dir=runs/course/\S+)$": rf"\1 {OVERRIDES}"}
+SHORTER = {r"^(([A-Z].* )?(python|torchrun|accelerate).* output_dir=runs/course/\S+.*)$": rf"\1 {OVERRIDES}"}
 
 
 def answers(printed: dict[str, str]) -> list[str]:
     """First words of what the checks of the answers printed."""
     return [text.partition(":")[0] for name, text in printed.items() if "check.py" in name]
+
+
+def test_lab_01(tmp_path: Path) -> None:
+    # Three processes and a port of the machine are for the complete lab.
+    left_out = ("--num_processes 3", "http.server")
+    printed = run_short(pages.COURSE / "01_setup.md", folder_of_a_learner(tmp_path), SHORTER, left_out)
+    assert answers(printed) == ["right"] * 3
+    assert "{'status': 'completed', 'exit_code': 0, 'world_size': 2, 'backend': 'gloo', 'step': 4}" in "".join(
+        printed.values()
+    )
 
 
 def test_lab_02(tmp_path: Path) -> None:
