@@ -15,7 +15,9 @@ from torch.nn.functional import cross_entropy
 def main() -> None:
     # The launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; all processes meet there.
     if "RANK" not in os.environ:
-        sys.exit("error: RANK must be set, got nothing; start this program with torchrun --standalone --nproc_per_node 2")
+        sys.exit(
+            "error: RANK must be set, got nothing; start this program with torchrun --standalone --nproc_per_node 2"
+        )
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     recipe = Ingredients(sys.argv[1:])
