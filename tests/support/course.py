@@ -23,10 +23,12 @@ FEW_STEPS = (
 
 
 def folder_of_a_learner(folder: Path) -> Path:
-    """The project in `folder`, by links, with a place of its own for runs."""
-    for path in ROOT.iterdir():
-        if path.name not in ("runs", ".git"):
-            (folder / path.name).symlink_to(path)
+    """The project in `folder`, by links, with places of its own for runs and for programs that a learner changes."""
+    own = {ROOT, ROOT / "docs", ROOT / "docs/course", ROOT / "docs/course/code"}
+    for path in (path for parent in sorted(own) for path in parent.iterdir()):
+        if path.name not in ("runs", ".git", "__pycache__") and not path.name.startswith("my_"):
+            place = folder / path.relative_to(ROOT)
+            place.mkdir() if path in own else place.symlink_to(path)
     return folder
 
 

@@ -12,11 +12,15 @@ from torch.nn.functional import cross_entropy
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=True)  # init_process_group, rank and world size; without cpu=True: a GPU if there is one
+    accelerator = Accelerator(
+        cpu=True
+    )  # init_process_group, rank and world size; without cpu=True: a GPU if there is one
     recipe = Ingredients(sys.argv[1:])
 
     model = recipe.model()
-    model, optimizer = accelerator.prepare(model, recipe.optimizer(model))  # broadcasts the weights, hooks the all-reduce in
+    model, optimizer = accelerator.prepare(
+        model, recipe.optimizer(model)
+    )  # broadcasts the weights, hooks the all-reduce in
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     losses = []

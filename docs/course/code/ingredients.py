@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acc_lm import runtime
 from acc_lm.config.loading import load_config
 from acc_lm.data import build_data
 from acc_lm.modeling.build import build_model
@@ -27,6 +28,7 @@ class Ingredients:
     """Parts of the course's recipe, with the overrides of the command line (`training.max_steps=20`)."""
 
     def __init__(self, overrides: list[str]) -> None:
+        runtime.quiet_libraries()
         self.config = load_config(RECIPE, overrides)
         training = self.config.training
         assert training.max_steps is not None
