@@ -60,5 +60,5 @@ def spoilt_rows() -> list[int]:
         raise BadAnswer(f"the text of {SPIKE} must be there, got nothing at its place; run section 5 again")
     data = build_data(config.data, config.tokenizer, None, config.seed, config.training.global_batch_size)
     clean = SENTENCE * (2 + config.data.sequence_length // len(SENTENCE))
-    texts = (data.tokenizer.decode(data.train[row]["input_ids"][0].tolist()) for row in range(len(data.train)))
+    texts = (data.tokenizer.decode(data.train[row]["input_ids"][0].tolist(), skip_special_tokens=True) for row in range(len(data.train)))
     return [row for row, text in enumerate(texts) if text not in clean]
