@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +112,11 @@ def test_a_run_records_where_it_was_resumed_and_draws_it(
     last = Path(starts[-1]["checkpoint"])
     assert last == (run / "checkpoints/step-00000004").resolve()
     assert starts[-1]["ledger"] == json.loads((last / "state.json").read_text())["progress"]["ledger"]
+
+
+def test_a_notebooks_backend_that_is_not_installed_does_not_end_a_run(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 4)
+    program = "import pathlib, sys; from acc_lm.run_files.curves import draw_curves; draw_curves(pathlib.Path(sys.argv[1]), 'run')"
+    environment = {**os.environ, "MPLBACKEND": "module://a_notebook.backend"}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True)
+    assert (tmp_path / PICTURE).exists()
