@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = ROOT / "docs/course"
-LABS = ("02_train", "06_alpaca_deepspeed")
+LABS = ("02_train",)
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 FIRST = """\
 # Colab and other machines: the address of your copy of the repository. In a clone: leave it empty.
@@ -37,9 +37,9 @@ MADE = "This notebook is made from [{page}]({link}) by `python docs/notebooks/bu
 NOT_NEEDED = re.compile(r"source \.venv/bin/activate")
 
 
-def notebook_of(page: Path) -> dict[str, Any]:
-    """Notebook of a lab's page, in nbformat 4.5."""
-    text = re.sub(r"<!--.*?-->\n?", "", page.read_text(), flags=re.DOTALL)
+def notebook_of(page: Path, text: str | None = None) -> dict[str, Any]:
+    """Notebook of a lab's page, in nbformat 4.5; `text` replaces what the file holds."""
+    text = re.sub(r"<!--.*?-->\n?", "", page.read_text() if text is None else text, flags=re.DOTALL)
     text = re.sub(
         r"</?details[^>]*>\n?", "", re.sub(r"<summary>(.*?)</summary>", r"**\1**", text)
     )  # cells cannot be folded

@@ -117,6 +117,6 @@ def test_a_run_records_where_it_was_resumed_and_draws_it(
 def test_a_notebooks_backend_that_is_not_installed_does_not_end_a_run(tmp_path: Path) -> None:
     write_metrics(tmp_path, 4)
     program = "import pathlib, sys; from acc_lm.run_files.curves import draw_curves; draw_curves(pathlib.Path(sys.argv[1]), 'run')"
-    environment = {**os.environ, "MPLBACKEND": "module://a_notebook.backend"}
+    environment = {**os.environ, "MPLBACKEND": "a_notebooks_own"}
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True)
     assert (tmp_path / PICTURE).exists()
