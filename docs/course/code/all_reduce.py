@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216)
-REPEATS = 9
+SMALL, SMALL_REPEATS, REPEATS = 1_048_576, 60, 15
 
 
 @dataclass
@@ -93,7 +93,7 @@ def library(gradient: Tensor, wire: Wire) -> None:
 ALGORITHMS: dict[str, Callable[[Tensor, Wire], None]] = {"ring": ring, "tree": tree, "gloo": library}
 
 
-def measure(sizes: tuple[int, ...] = SIZES, repeats: int = REPEATS) -> list[dict[str, Any]]:
+def measure(sizes: tuple[int, ...] = SIZES, repeats: int | None = None) -> list[dict[str, Any]]:
     """Check each algorithm at each size, count and time it. Every process calls; the result is that of the busiest."""
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = []
@@ -103,7 +103,7 @@ def measure(sizes: tuple[int, ...] = SIZES, repeats: int = REPEATS) -> list[dict
             algorithm(gradient, wire)
             assert bool((gradient == sum(range(1, world + 1))).all()), f"{name} gave a wrong sum"
             seconds = []
-            for _ in range(repeats):
+            for _ in range(repeats or (SMALL_REPEATS if num_bytes <= SMALL else REPEATS)):
                 dist.barrier()
                 began = time.perf_counter()
                 algorithm(gradient.zero_(), Wire())

@@ -332,7 +332,7 @@ def checkpoint(folder: Path, language: str) -> None:
 
 def parallelism(folder: Path, language: str) -> None:
     """The four ways of cutting a batch and a model over four processes."""
-    p = Picture("Four ways of cutting a step over four processes", 452, language)
+    p = Picture("Four ways of cutting a step over four processes", 466, language)
     ways = (
         ("data parallel", "rows of the batch", True, False),
         ("context parallel", "positions in each row", False, False),
@@ -354,7 +354,7 @@ def parallelism(folder: Path, language: str) -> None:
             if not is_cut:
                 p.box(left, top, 100, 126, "wash-grey", "line", 3)
             p.text(left + 50, top + 146, ("batch", "model")[part], "soft", "middle", "small")
-    p.text(16, 446, "a colour is a process; grey: complete on each of them", "soft", kind="small")
+    p.text(16, 452, "a colour is a process; grey: complete on each of them", "soft", kind="small")
     p.save(folder, "parallelism")
 
 

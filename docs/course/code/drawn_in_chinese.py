@@ -1,11 +1,143 @@
-"""Texts of the pictures in Traditional Chinese."""
+"""Texts of the pictures in Traditional Chinese; a text that is missing here is an error."""
 
 from __future__ import annotations
 
-
-class AsIs(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return key
+import re
 
 
-CHINESE = AsIs()
+class Texts(dict[str, str]):
+    """Translations by English text, with the numbers of a text put in the places of #."""
+
+    def __missing__(self, text: str) -> str:
+        numbers = re.findall(r"\d+", text)
+        shown = self.get(re.sub(r"\d+", "#", text))
+        if shown is None:
+            raise KeyError(f"{text!r} must have a translation in drawn_in_chinese.py; add it")
+        for number in numbers:
+            shown = shown.replace("#", number, 1)
+        return shown
+
+
+CHINESE = Texts(
+    {
+        "documents": "文件",
+        "files, datasets or conversations": "檔案、資料集或對話",
+        "rows of ids": "id 資料列",
+        "encoded once, kept on disk": "只編碼一次，存在硬碟上",
+        "global batch of step k": "第 k 步的 global batch",
+        "a function of seed and k alone": "只由 seed 與 k 決定",
+        "process #": "行程 #",
+        "GPU #": "GPU #",
+        "summed loss": "loss 總和",
+        "backward: sum of gradients": "反向傳播：梯度累加",
+        "all-reduce of the gradients": "梯度 all-reduce",
+        "divided once, by all targets of the batch": "只除一次：除以整個批次的目標數",
+        "clip, update, next step": "裁剪、更新、下一步",
+        "every process computes the same update,": "每個行程算出相同的更新，",
+        "so the copies stay equal": "所以各份副本始終一致",
+        "The way of a batch": "一個批次走過的路",
+        "one process, one Python interpreter": "一個行程、一個 Python 直譯器",
+        "model, optimizer": "模型、最佳化器",
+        "all outputs, the loss": "全部輸出、loss",
+        "sum of all gradients": "全部梯度的總和",
+        "its own rows": "自己的資料列",
+        "a copy for a step": "只用一步的副本",
+        "its rows": "自己的資料列",
+        "1 scatter": "1 scatter",
+        "2 replicate": "2 replicate",
+        "4 gather": "4 gather",
+        "5 gradients": "5 梯度",
+        "3 forward: one thread for each GPU": "3 前向傳播：每顆 GPU 一個執行緒",
+        "6 update of GPU 0's model; the copies are dropped": "6 更新 GPU 0 的模型；副本丟棄",
+        "DataParallel: one process, everything passes through GPU 0": "DataParallel：一個行程，一切都經過 GPU 0",
+        "model: complete": "模型：完整",
+        "optimizer: complete": "最佳化器：完整",
+        "its rows, loss, gradient": "自己的資料列、loss、梯度",
+        "its own Python and GPU": "自己的 Python 與 GPU",
+        "all-reduce: gradients": "all-reduce：",
+        "alone are sent, while": "只傳梯度，",
+        "backward computes": "與反向傳播同時進行",
+        "DDP: equal processes that sum their gradients": "DDP：地位相同的行程，把梯度加總",
+        "before": "開始之前",
+        "three processes, three parts each": "三個行程，各切成三段",
+        "round #: add": "第 # 輪：相加",
+        "round #: copy": "第 # 輪：複製",
+        "each passes one part to the next": "各傳一段給下一個行程",
+        "each part is complete somewhere": "每一段都在某處加總完成",
+        "complete parts travel on": "完成的段繼續往下傳",
+        "everything is everywhere": "每個行程都有全部結果",
+        "Ring all-reduce, round by round": "環狀 all-reduce，一輪一輪看",
+        "weights": "權重",
+        "gradients": "梯度",
+        "optimizer state": "最佳化器狀態",
+        "# bytes a parameter, N = #": "每個參數 # 位元組，N＝#",
+        "What each process holds under DDP, ZeRO-1, ZeRO-2 and ZeRO-3": "DDP、ZeRO-1、ZeRO-2、ZeRO-3 之下，每個行程保留什麼",
+        "what happens": "發生什麼事",
+        "after a kill here": "若在這裡被強制終止",
+        "every process writes its pieces": "每個行程寫出自己的片段",
+        "into a folder with a temporary name": "寫進暫時名稱的資料夾",
+        "the folder is removed,": "刪掉暫時的資料夾，",
+        "resumes from step 100": "從第 100 步接續",
+        "every file is flushed to the disk": "每個檔案都寫回硬碟",
+        "and its checksum is computed": "並算出檢查碼",
+        "manifest.json is written last": "最後才寫 manifest.json",
+        "and flushed": "同樣寫回硬碟",
+        "one rename": "一次重新命名",
+        "step-00000200: the commit": "step-00000200：正式生效",
+        "resumes from step 200": "從第 200 步接續，",
+        "with nothing missing": "什麼都不缺",
+        "older checkpoints are removed": "刪除較舊的 checkpoint",
+        "only now": "這時才刪",
+        "resumes from step 200,": "從第 200 步接續，",
+        "old ones go later": "舊的之後再刪",
+        "The commit of a checkpoint": "checkpoint 如何生效",
+        "data parallel": "資料平行",
+        "rows of the batch": "切批次的資料列",
+        "batch": "批次",
+        "model": "模型",
+        "context parallel": "上下文平行",
+        "positions in each row": "切每一列的位置",
+        "pipeline parallel": "管線平行",
+        "layers of the model": "切模型的層",
+        "tensor parallel": "張量平行",
+        "inside each layer": "切每一層的內部",
+        "a colour is a process; grey: complete on each of them": "一種顏色是一個行程；灰色：每個行程都有完整的一份",
+        "Four ways of cutting a step over four processes": "把一步分給四個行程的四種切法",
+        "forward": "前向傳播",
+        "backward": "反向傳播",
+        "grey: idle, 3 of 7 slots": "灰色：閒置，7 格中占 3 格",
+        "A pipeline of four stages with four micro-batches": "四個階段、四個 micro-batch 的管線",
+        "held-out loss, nats per target": "保留文字的 loss（每個目標的 nat）",
+        "sum over all targets, divided once": "全部目標加總，只除一次",
+        "mean of each micro-batch's mean": "各 micro-batch 平均之後再平均",
+        "step": "步",
+        "Mean of means: the wrong and the right curve": "平均的平均：錯的曲線與對的曲線",
+        "learning rate": "學習率",
+        "one step of the schedule per optimizer step": "最佳化器走一步，排程走一步",
+        "one step of the schedule per process, 2 processes": "每個行程都讓排程走一步，2 個行程",
+        "A schedule that advances once per process: the wrong and the right curve": "排程隨行程數前進：錯的曲線與對的曲線",
+        "held-out loss of one model, as reported": "同一個模型，回報的 loss",
+        "mean of batch means, batches of #": "各批平均再平均，每批 # 列",
+        "Evaluation by batch means: the wrong and the right curve": "以各批平均來評估：錯的曲線與對的曲線",
+        "training loss of each step, 3 epochs": "每一步的訓練 loss，3 個 epoch",
+        "set_epoch: a new order in each epoch": "有 set_epoch：每個 epoch 順序不同",
+        "no set_epoch: the same order again": "沒有 set_epoch：順序一再重複",
+        "No set_epoch: the wrong and the right curve": "沒有 set_epoch：錯的曲線與對的曲線",
+        "held-out loss of the exported model": "匯出模型的 loss",
+        "weights gathered from all processes": "從所有行程收集權重",
+        "state_dict() as it is under ZeRO-3": "ZeRO-3 之下直接用 state_dict()",
+        "An empty ZeRO-3 export: the wrong and the right curve": "ZeRO-3 匯出空模型：錯的曲線與對的曲線",
+        "milliseconds, fastest repeat": "毫秒，取最快的一次",
+        "ring, # processes": "環狀，# 個行程",
+        "tree, # processes": "樹狀，# 個行程",
+        "gloo, # processes": "gloo，# 個行程",
+        "size of the tensor": "張量大小",
+        "Time of an all-reduce over its size, by ring and by tree": "all-reduce 的時間與大小：環狀與樹狀",
+        "buckets of # MB: sent while backward computes": "# MB 的 bucket：反向傳播途中就送出",
+        "one bucket: sent when backward is over": "只有一個 bucket：反向傳播結束才送",
+        "update": "更新",
+        "all-reduce": "all-reduce",
+        "grey: nothing runs; process # of #, gloo": "灰色：沒有在做事；# 號行程，gloo",
+        "A step with and without overlap, from traces": "有重疊與沒有重疊的一步，取自 trace",
+    }
+)

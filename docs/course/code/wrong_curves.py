@@ -215,12 +215,21 @@ def main() -> None:
             subprocess.run([*command, __file__, "--work", kind, str(file)], check=True)
             results |= json.loads(file.read_text())
     known.output.mkdir(parents=True, exist_ok=True)
-    (known.output / "wrong_curves.json").write_text(json.dumps(results) + "\n")
+    (known.output / "wrong_curves.json").write_text(json.dumps(rounded(results)) + "\n")
     sys.path.insert(0, str(Path(__file__).parent))
     import draw
 
     draw.draw_data("wrong_curves", known.output)
     print_table(results)
+
+
+def rounded(found: Any) -> Any:
+    """The same lists and numbers, with five decimals."""
+    if isinstance(found, dict):
+        return {name: rounded(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [rounded(value) for value in found]
+    return round(found, 5)
 
 
 def print_table(results: dict[str, Any]) -> None:
