@@ -69,7 +69,7 @@ class Done:
     cpu_seconds: float
 
 
-def lab_pages(name: str = "*") -> list[Path]:
+def lab_pages(name: str = "") -> list[Path]:
     """English pages of the course whose name begins with `name`, in order."""
     return [page for page in sorted(COURSE.glob(f"{name}*.md")) if not page.name.endswith(CHINESE)]
 
