@@ -87,7 +87,7 @@ def take_launcher(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("page", "at_least"), [("README.md", 15), ("docs/labs/alpaca_deepspeed.md", 15), ("slurm/README.md", 1)]
+    ("page", "at_least"), [("README.md", 15), ("docs/course/06_alpaca_deepspeed.md", 15), ("slurm/README.md", 1)]
 )
 def test_the_commands_of_a_page_are_found(page: str, at_least: int) -> None:
     assert len(commands(ROOT / page)) >= at_least

@@ -17,7 +17,7 @@ from processes import KEPT_CACHE, ROOT, build_extensions_once
 from acc_lm.config import Config
 from acc_lm.run_files.metrics_file import read
 
-LAB = ROOT / "docs/labs/alpaca_deepspeed.md"
+LAB = ROOT / "docs/course/06_alpaca_deepspeed.md"
 # `make train` on some modules of the library, with a smaller model.
 SMALL_BASE = (
     f"data.files=[{sysconfig.get_path('stdlib')}/json/*.py]", "data.source=files", "tokenizer.vocab_size=400",
