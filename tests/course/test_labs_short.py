@@ -8,12 +8,22 @@ import pages
 from course import FEW_STEPS, folder_of_a_learner, run_short
 
 OVERRIDES = " ".join(FEW_STEPS).replace("max_steps=3", "max_steps=4")
-SHORTER = {r"^((python|torchrun|accelerate).* output_dir=runs/course/\S+)$": rf"\1 {OVERRIDES}"}
+SHORTER = {r"^(([A-Z].* )?(python|torchrun|accelerate).* output_dir=runs/course/\S+.*)$": rf"\1 {OVERRIDES}"}
 
 
 def answers(printed: dict[str, str]) -> list[str]:
     """First words of what the checks of the answers printed."""
     return [text.partition(":")[0] for name, text in printed.items() if "check.py" in name]
+
+
+def test_lab_01(tmp_path: Path) -> None:
+    # Three processes and a port of the machine are for the complete lab.
+    left_out = ("--num_processes 3", "http.server")
+    printed = run_short(pages.COURSE / "01_setup.md", folder_of_a_learner(tmp_path), SHORTER, left_out)
+    assert answers(printed) == ["right"] * 3
+    assert "{'status': 'completed', 'exit_code': 0, 'world_size': 2, 'backend': 'gloo', 'step': 4}" in "".join(
+        printed.values()
+    )
 
 
 def test_lab_02(tmp_path: Path) -> None:
@@ -22,3 +32,25 @@ def test_lab_02(tmp_path: Path) -> None:
     left_out = ("spawn.py", "notebook_launcher")
     printed = run_short(pages.COURSE / "02_train.md", folder_of_a_learner(tmp_path), changes, left_out)
     assert answers(printed) == ["right"] * 3
+
+
+def test_lab_03(tmp_path: Path) -> None:
+    # Compilation takes a minute; a run for each key is for the complete lab, which the table then lacks.
+    left_out = (
+        "dynamo",
+        "bucket_cap_mb",
+        "data.num_workers",
+        "output_dir=runs/course/(base-again|accumulate|checkpointing|long)",
+    )
+    narrow = "model.config.hidden_size=32 model.config.intermediate_size=32 model.config.num_hidden_layers=1"
+    changes = {pattern: f"{change} {narrow}" for pattern, change in SHORTER.items()} | {
+        r"profile.steps=\[6,9\]": "profile.steps=[2,3]",
+        r"table.py runs/course/base .*": "table.py runs/course/base runs/course/hook runs/course/bf16",
+        "table.py runs/course/long .*": "table.py runs/course/base runs/course/base",
+    }
+    printed = run_short(pages.COURSE / "03_optimization.md", folder_of_a_learner(tmp_path), changes, left_out)
+    assert answers(printed) == ["right"] * 3
+    table = next(text for name, text in printed.items() if "table.py runs/course/base " in name)
+    assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == [
+        "nothing", "distributed.comm_hook=fp16", "training.mixed_precision=bf16",
+    ]  # fmt: skip

@@ -86,7 +86,7 @@ def parts_of(
     """(function, number of processes, environment) of a command; no function for one that is not a program of ours."""
     if command.is_python:
         return (lambda: exec(compile(command.text, "page", "exec"), {"__name__": "__main__"})), 1, {}
-    if command.kind == "script":
+    if command.kind == "script" or "$(" in command.text or "|" in command.text:
         return None, 1, None
     words, environment, num_processes = shlex.split(command.text), {}, 1
     while "=" in words[0]:

@@ -1,6 +1,6 @@
 """Data parallelism in plain torch: what DDP does, written out.
 
-torchrun --nproc_per_node 2 docs/course/code/ddp_by_hand.py output_dir=runs/course/by-hand
+torchrun --standalone --nproc_per_node 2 docs/course/code/ddp_by_hand.py output_dir=runs/course/by-hand
 """
 
 import os
@@ -15,7 +15,9 @@ from torch.nn.functional import cross_entropy
 def main() -> None:
     # The launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; all processes meet there.
     if "RANK" not in os.environ:
-        sys.exit("error: RANK must be set, got nothing; start this program with torchrun --nproc_per_node 2")
+        sys.exit(
+            "error: RANK must be set, got nothing; start this program with torchrun --standalone --nproc_per_node 2"
+        )
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     recipe = Ingredients(sys.argv[1:])

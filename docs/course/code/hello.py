@@ -1,6 +1,6 @@
 """Each process of a launch says who it is, and all of them add up their ranks.
 
-torchrun --nproc_per_node 2 docs/course/code/hello.py
+torchrun --standalone --nproc_per_node 2 docs/course/code/hello.py
 """
 
 import os
