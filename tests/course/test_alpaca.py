@@ -17,12 +17,18 @@ from processes import KEPT_CACHE, ROOT, build_extensions_once
 from acc_lm.config import Config
 from acc_lm.run_files.metrics_file import read
 
-LAB = ROOT / "docs/labs/alpaca_deepspeed.md"
+LAB = ROOT / "docs/course/06_alpaca_deepspeed.md"
 # `make train` on some modules of the library, with a smaller model.
 SMALL_BASE = (
     f"data.files=[{sysconfig.get_path('stdlib')}/json/*.py]", "data.source=files", "tokenizer.vocab_size=400",
     "model.config.hidden_size=32", "model.config.intermediate_size=32",
 )  # fmt: skip
+
+
+def all_commands() -> list[Command]:
+    """Commands of the lab, and those for GPUs at its end, which only a test with stand-ins runs."""
+    on_gpus = LAB.read_text().partition("## On GPUs")[2].partition("```\n")[2].partition("```")[0]
+    return [*commands_of(LAB), *(Command("On GPUs", line, "line", 0, -1) for line in on_gpus.splitlines())]
 
 
 def stand_ins(text: str, hub: Path) -> list[str]:
@@ -52,7 +58,7 @@ def shorten(folder: Path, lines: int = 60) -> None:
 @pytest.mark.slow
 def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> None:
     folder_of_a_learner(tmp_path)
-    found = commands_of(LAB)
+    found = all_commands()
     assert len(found) > 15
     printed = {}
     for command in found:
@@ -106,7 +112,7 @@ def test_the_complete_lab_from_a_clean_clone(hub: Path, tmp_path: Path) -> None:
     def with_stand_ins(command: Command) -> Command:
         return replace(command, text=" ".join([command.text, *map(shlex.quote, stand_ins(command.text, hub))]))
 
-    for done in run_commands(commands_of(LAB), clone, environment, with_stand_ins):
+    for done in run_commands(all_commands(), clone, environment, with_stand_ins):
         text = done.command.text
         assert done.code == 0, f"{text}\n{done.output}"
         printed[text] = done.output
