@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = ROOT / "docs/course"
-LABS = ("02_train",)
+LABS = ("02_train", "06_alpaca_deepspeed")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 FIRST = """\
 # Colab and other machines: the address of your copy of the repository. In a clone: leave it empty.

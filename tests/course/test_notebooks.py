@@ -53,13 +53,17 @@ def test_the_cells_of_a_notebook_run(lab: str, tmp_path: Path, monkeypatch: pyte
     for pattern, replacement in SHORTER[lab].items():
         changed = [re.subn(pattern, replacement, cell.source) for cell in notebook.cells if cell.cell_type == "code"]
         assert sum(count for _, count in changed), f"no cell has {pattern}"
-        for cell, (source, _) in zip([cell for cell in notebook.cells if cell.cell_type == "code"], changed, strict=True):
+        for cell, (source, _) in zip(
+            [cell for cell in notebook.cells if cell.cell_type == "code"], changed, strict=True
+        ):
             cell.source = source
     for cell in notebook.cells:
         if cell.cell_type == "code":  # IPython shows a failed command and continues
             cell.source = re.sub(r"(?m)^(!.*)$", r"\1\nassert not _exit_code, _exit_code", cell.source)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    client.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder / "docs/notebooks")}}).execute()
+    client.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(folder / "docs/notebooks")}}
+    ).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "step 3/3" in printed
     assert "Traceback" not in printed
