@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 SIZES = (4_096, 65_536, 1_048_576, 16_777_216)
-SMALL, SMALL_REPEATS, REPEATS = 1_048_576, 60, 15
+SMALL, SMALL_REPEATS, REPEATS = 1_048_576, 60, 25
 
 
 @dataclass
@@ -98,23 +97,32 @@ def measure(sizes: tuple[int, ...] = SIZES, repeats: int | None = None) -> list[
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = []
     for num_bytes in sizes:
+        counted: dict[str, Wire] = {}
+        seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
         for name, algorithm in ALGORITHMS.items():
-            wire, gradient = Wire(), torch.full((num_bytes // 4,), float(rank + 1))
-            algorithm(gradient, wire)
+            counted[name] = Wire()
+            gradient = torch.full((num_bytes // 4,), float(rank + 1))
+            algorithm(gradient, counted[name])
             assert bool((gradient == sum(range(1, world + 1))).all()), f"{name} gave a wrong sum"
-            seconds = []
-            for _ in range(repeats or (SMALL_REPEATS if num_bytes <= SMALL else REPEATS)):
+        gradient = torch.zeros(num_bytes // 4)
+        for _ in range(repeats or (SMALL_REPEATS if num_bytes <= SMALL else REPEATS)):
+            for name, algorithm in ALGORITHMS.items():  # in turn, so that other programs disturb all alike
                 dist.barrier()
                 began = time.perf_counter()
-                algorithm(gradient.zero_(), Wire())
-                seconds.append(time.perf_counter() - began)
-            found = torch.tensor(
-                [wire.rounds, wire.bytes_sent, min(seconds), statistics.median(seconds)], dtype=torch.float64
-            )
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            rounds, sent, fastest, median = found.tolist()
-            row = {"algorithm": name, "bytes": num_bytes, "fastest_seconds": fastest, "seconds": median}
-            rows.append(row | {"rounds": int(rounds) or None, "bytes_sent": int(sent) or None})
+                algorithm(gradient, Wire())
+                seconds[name].append(time.perf_counter() - began)
+        for name, wire in counted.items():
+            times = torch.tensor(seconds[name], dtype=torch.float64)
+            dist.all_reduce(times, op=dist.ReduceOp.MAX)  # a repeat takes as long as on its slowest process
+            counts = torch.tensor([wire.rounds, wire.bytes_sent])
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+            row = {
+                "algorithm": name,
+                "bytes": num_bytes,
+                "fastest_seconds": float(times.min()),
+                "seconds": float(times.median()),
+            }
+            rows.append(row | {"rounds": int(counts[0]) or None, "bytes_sent": int(counts[1]) or None})
     return rows
 
 
