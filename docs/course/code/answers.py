@@ -28,9 +28,9 @@ def number(answer: str) -> float:
 
 
 def whole_number(answer: str) -> int:
-    if (value := number(answer)) != round(value):
+    if not (value := number(answer)).is_integer():
         raise BadAnswer(f"the answer must be a whole number, got {answer}; give digits only")
-    return round(value)
+    return int(value)
 
 
 def choice(answer: str, *choices: str) -> str:

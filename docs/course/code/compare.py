@@ -13,7 +13,10 @@ from answers import curve, largest_difference
 
 def main(folders: list[str]) -> int:
     if len(folders) < 2:
-        print("error: RUN must be the folders of at least two runs, got fewer; give the first one twice to see zeros", file=sys.stderr)  # fmt: skip
+        print(
+            "error: RUN must be the folders of at least two runs, got fewer; give the first one twice to see zeros",
+            file=sys.stderr,
+        )
         return 2
     curves = []
     for folder in folders:

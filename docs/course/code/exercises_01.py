@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from answers import BadAnswer, NotYet, whole_number
+from answers import BadAnswer, NotYet, summary, whole_number
 
 MACHINES, PER_MACHINE, RANK = 4, 8, 21
 MICRO_BATCH_SIZE, NUM_PROCESSES = 4, 2
@@ -50,13 +49,11 @@ def exercise_2(answer: str) -> str:
 
 def exercise_3(answer: str) -> str:
     """Make a launch end with exit code 4: ask for something that this machine cannot do. Answer: its output_dir."""
-    file = Path(answer, "summary.json")
-    if not file.is_file():
+    if not Path(answer, "summary.json").is_file():
         raise BadAnswer(f"the answer must be the folder of a run with summary.json, got {answer}; give its output_dir")
-    summary = json.loads(file.read_text())
-    code, reason = summary["exit_code"], summary["reason"]
-    if code != 4:
+    found = summary(Path(answer))
+    if found["exit_code"] != 4:
         raise NotYet(
-            f"it ended with {code} ({summary['status']}); 4 means that the recipe is right and the machine is not"
+            f"it ended with {found['exit_code']} ({found['status']}); 4 means that the recipe is right and the machine is not"
         )
-    return f"{reason}"
+    return str(found["reason"])

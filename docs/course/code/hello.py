@@ -20,7 +20,8 @@ def main() -> None:
     for turn in range(world_size):  # one after the other, so that the lines are in order
         dist.barrier()
         if turn == rank:
-            print(f"rank {rank} of {world_size}, local rank {local_rank}, {backend}: the ranks add up to {total}", flush=True)  # fmt: skip
+            place = f"rank {rank} of {world_size}, local rank {local_rank}, {backend}"
+            print(f"{place}: the ranks add up to {total}", flush=True)
     dist.destroy_process_group()
 
 

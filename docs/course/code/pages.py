@@ -69,7 +69,7 @@ class Done:
     cpu_seconds: float
 
 
-def lab_pages(name: str = "*") -> list[Path]:
+def lab_pages(name: str = "") -> list[Path]:
     """English pages of the course whose name begins with `name`, in order."""
     return [page for page in sorted(COURSE.glob(f"{name}*.md")) if not page.name.endswith(CHINESE)]
 
@@ -138,9 +138,17 @@ def run_commands(
         if not command.is_python and command.text.startswith("make "):  # everything is installed
             words[-1] = re.sub(r"^make ", f"make -o .venv/installed BIN={Path(sys.executable).parent} ", words[-1])
         done = subprocess.run(
-            words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", timeout=timeout, check=False,
-        )  # fmt: skip
+            words,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
         output = done.stdout.replace(f"{folder}/", "").replace(str(folder), ".")
         code = done.returncode if done.returncode >= 0 else 128 - done.returncode
         yield Done(command, code, output, time.monotonic() - started, _children_seconds() - before)

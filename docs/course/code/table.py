@@ -48,6 +48,10 @@ def milliseconds(folder: Path, part: str) -> list[float]:
     names = {"step": ("per_step",), "compute": ("compute",), "communication": ("communication", "waiting")}[part]
     curves = [curve(folder, f"train/seconds_{name}") for name in names]
     steps = [step for step in curve(folder, "train/seconds_per_step") if step > WARM_UP]
+    if not steps:
+        raise BadAnswer(
+            f"RUN must have logged a step after step {WARM_UP}, got {folder}; train longer, with training.log_every=1"
+        )
     return [1000 * sum(values.get(step, 0.0) for values in curves) for step in steps]
 
 

@@ -1,10 +1,11 @@
-"""Each lab in seconds: every command of its page for a few steps, on at most two processes."""
+"""Each lab in seconds, every command of its page for a few steps on at most two processes; and unchanged in `make test-all`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pages
+import pytest
 from course import FEW_STEPS, folder_of_a_learner, run_short
 
 OVERRIDES = " ".join(FEW_STEPS).replace("max_steps=3", "max_steps=4")
@@ -54,3 +55,18 @@ def test_lab_03(tmp_path: Path) -> None:
     assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == [
         "nothing", "distributed.comm_hook=fp16", "training.mixed_precision=bf16",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", pages.lab_pages("0[1-3]"), ids=lambda page: page.stem)
+def test_the_complete_lab_from_a_clean_clone(page: Path, tmp_path: Path) -> None:
+    """Typed word for word, except the installation."""
+    pages.copy_project(tmp_path)
+    environment = pages.learner_environment(tmp_path) | {"OMP_NUM_THREADS": "1"}  # tests run in parallel
+    printed = {}
+    for done in pages.run_commands(pages.commands_of(page), tmp_path, environment):
+        assert done.code == done.command.code, f"{done.command.text}\n{done.output}"
+        printed[done.command.text] = done.output
+        print(f"{done.seconds:.0f} s, {done.cpu_seconds:.0f} s of CPU time  {done.command.text[:150]}")
+    assert answers(printed) == ["right"] * 3
