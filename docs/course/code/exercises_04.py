@@ -33,7 +33,9 @@ def exercise_2(answer: str) -> str:
     sent = 2 * (processes - 1) * gradient * num_steps // processes
     match whole_number(answer):
         case value if value == sent:
-            return f"2 (N - 1) / N x {gradient:,} bytes x {num_steps} steps; the cable counts the frames around them too"
+            return (
+                f"2 (N - 1) / N x {gradient:,} bytes x {num_steps} steps; the cable counts the frames around them too"
+            )
         case value if value * num_steps == sent:
             raise NotYet("that is one step; how many has the run?")
     raise NotYet("per step a ring sends 2 (N - 1) / N times the gradient, which has 4 bytes for each parameter")
@@ -60,5 +62,8 @@ def spoilt_rows() -> list[int]:
         raise BadAnswer(f"the text of {SPIKE} must be there, got nothing at its place; run section 5 again")
     data = build_data(config.data, config.tokenizer, None, config.seed, config.training.global_batch_size)
     clean = SENTENCE * (2 + config.data.sequence_length // len(SENTENCE))
-    texts = (data.tokenizer.decode(data.train[row]["input_ids"][0].tolist(), skip_special_tokens=True) for row in range(len(data.train)))
+    texts = (
+        data.tokenizer.decode(data.train[row]["input_ids"][0].tolist(), skip_special_tokens=True)
+        for row in range(len(data.train))
+    )
     return [row for row, text in enumerate(texts) if text not in clean]

@@ -34,7 +34,9 @@ def exercise_2(answer: str) -> str:
         return f"(2 A + 1) (N - 1) / N x {model:.1f} MB: {accumulation} all-reduces of gradients, one all-gather of new weights"
     if is_near(value, 3 * (processes - 1) / processes * model):
         raise NotYet("that is one micro-batch per step; ZeRO-2 reduces the gradients of each")
-    raise NotYet("how often are the gradients reduced, and how often are the weights gathered? See the table in section 3")
+    raise NotYet(
+        "how often are the gradients reduced, and how often are the weights gathered? See the table in section 3"
+    )
 
 
 def exercise_3(answer: str) -> str:

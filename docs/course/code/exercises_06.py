@@ -41,7 +41,9 @@ def exercise_2(answer: str) -> str:
         trained = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118, it is no mapping
     match whole_number(answer):
         case value if value == trained * RANK // rank:
-            return f"rank x (inputs + outputs) of each linear layer: {trained:,} at rank {rank}, {value:,} at rank {RANK}"
+            return (
+                f"rank x (inputs + outputs) of each linear layer: {trained:,} at rank {rank}, {value:,} at rank {RANK}"
+            )
         case value if value == trained:
             raise NotYet(f"that is rank {rank}, the default")
     raise NotYet("two matrices for each linear layer, rank x inputs and outputs x rank: proportional to the rank")

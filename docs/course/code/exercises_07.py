@@ -29,7 +29,9 @@ def exercise_1(answer: str) -> str:
             raise NotYet("the gradients of queries, keys, values and outputs are exchanged too, in the backward pass")
         case value if value == 2 * backward + gradients:
             raise NotYet("each process keeps 1 / S of what it exchanges")
-    raise NotYet("add up the all-to-alls of section 3 in each layer, forward and backward, and the ring of the gradients")
+    raise NotYet(
+        "add up the all-to-alls of section 3 in each layer, forward and backward, and the ring of the gradients"
+    )
 
 
 def exchanged_elements(shape: dict[str, Any], positions: int) -> int:
@@ -50,7 +52,9 @@ def exercise_2(answer: str) -> str:
         raise NotYet(f"it trained on {rows} rows per step; two groups of processes can read two")
     difference = largest_difference(curve(reference_run()), curve(folder))
     if not difference < 1e-5:
-        raise NotYet(f"the losses differ from one process by {difference:.1e}: was it {LONG.name}, otherwise unchanged?")
+        raise NotYet(
+            f"the losses differ from one process by {difference:.1e}: was it {LONG.name}, otherwise unchanged?"
+        )
     return f"{found['placement']}; the losses differ from one process by {difference:.1e}"
 
 
