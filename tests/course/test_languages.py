@@ -197,7 +197,7 @@ def test_chinese_punctuation_and_spaces(twin: Path) -> None:
     text = chinese_text(twin)
     rules = {
         "half-width punctuation after Chinese": rf"[{HAN}）」][,;:?!](?=\s|[{HAN}]|$)|[{HAN}）」]\.(?=\s|$)",
-        "half-width brackets next to Chinese": rf"[{HAN}] ?\(|\) ?[{HAN}]|\([{HAN}]|[{HAN}]\)",
+        "half-width brackets next to Chinese": rf"[{HAN}] ?\(|\)[{HAN}]|\([{HAN}]|[{HAN}]\)",
         "no space between Chinese and Latin or a number": rf"[{HAN}][A-Za-z0-9]|[A-Za-z0-9%][{HAN}]",
         "a space next to full-width punctuation": rf"[{HAN}A-Za-z0-9] +[{FULL_WIDTH}]|[，。：；？！、）」』] +[{HAN}A-Za-z0-9]",
         "straight quotes around Chinese": rf"[\"'][{HAN}]|[{HAN}][\"']",
@@ -208,6 +208,18 @@ def test_chinese_punctuation_and_spaces(twin: Path) -> None:
         for rule, pattern in rules.items()
         for match in re.finditer(pattern, line)
     ]
+    assert found == []
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=NAMES)
+def test_emphasis_is_seen_by_github(twin: Path) -> None:
+    """CommonMark: marks with punctuation inside need a space or punctuation outside."""
+    text = CODE.sub("x", prose_of(twin.read_text()))
+    found = []
+    for span in re.finditer(r"(\w?)(\*{1,2})(?=\S)([^*\n]*[^*\s])\2(\w?)", text):
+        before, _, inside, after = span.groups()
+        if (after and not re.match(r"\w", inside[-1])) or (before and not re.match(r"\w", inside[0])):
+            found.append(span[0])
     assert found == []
 
 

@@ -20,7 +20,9 @@ PAGES = [ROOT / "README.md", ROOT / "README.zh-TW.md", ROOT / "cloud/README.md",
 
 def commands(page: Path) -> list[str]:
     """The lines of all code blocks that call a program of ours."""
-    text = page.read_text()
+    text = re.sub(
+        r"^<!-- exit code \d+ -->\n```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )  # refused
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
     return [
