@@ -197,7 +197,7 @@ def test_chinese_punctuation_and_spaces(twin: Path) -> None:
     text = chinese_text(twin)
     rules = {
         "half-width punctuation after Chinese": rf"[{HAN}）」][,;:?!](?=\s|[{HAN}]|$)|[{HAN}）」]\.(?=\s|$)",
-        "half-width brackets next to Chinese": rf"[{HAN}] ?\(|\)[{HAN}]|\([{HAN}]|[{HAN}]\)",
+        "half-width brackets next to Chinese": rf"[{HAN}]\(|\)[{HAN}]|\([^()]*[{HAN}][^()]*\)|[{HAN}] \([A-Za-z ]+\)",
         "no space between Chinese and Latin or a number": rf"[{HAN}][A-Za-z0-9]|[A-Za-z0-9%][{HAN}]",
         "a space next to full-width punctuation": rf"[{HAN}A-Za-z0-9] +[{FULL_WIDTH}]|[，。：；？！、）」』] +[{HAN}A-Za-z0-9]",
         "straight quotes around Chinese": rf"[\"'][{HAN}]|[{HAN}][\"']",
