@@ -115,7 +115,7 @@ def test_lab_07(tmp_path: Path) -> None:
 
 
 def has_networks() -> bool:
-    """Whether two networks can be made here, as in a test of several nodes; a warning if not."""
+    """True if two networks can be made here, as in a test of several nodes; a warning if not."""
     try:
         with two_networks():
             return True
