@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test test-more test-all lint docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
+.PHONY: help train test test-more test-all lint site docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -24,6 +24,12 @@ lint: .venv/installed  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# All pages in English and Traditional Chinese, with search, and nothing that another host serves. SITE_URL=https://... if it will have an address.
+site: .venv/installed  ## the pages as a website in both languages, in build/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/check_site.py build/site
 
 # What is generated from the code and checked by the tests.
 docs: .venv/installed  ## pages that are generated from the code

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +176,11 @@ def test_a_picture_has_the_values_of_the_metrics_also_after_a_resume(
         assert lines.pop("resumed on single x1") == [[14, 14], [0, 1]], title
         if title != "Speed":
             assert lines == uninterrupted[title], "as if it had not been interrupted"
+
+
+def test_a_notebooks_backend_that_is_not_installed_does_not_end_a_run(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 4)
+    program = "import pathlib, sys; from acc_lm.run_files.curves import draw_curves; draw_curves(pathlib.Path(sys.argv[1]), 'run')"
+    environment = {**os.environ, "MPLBACKEND": "a_notebooks_own"}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True)
+    assert (tmp_path / PICTURE).exists()

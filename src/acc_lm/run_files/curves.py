@@ -49,6 +49,7 @@ def draw_charts(
     charts: Sequence[Chart], marks: Sequence[Mark], title: str, file: Path, x_label: str = "optimizer step"
 ) -> None:
     """Draw six charts into a PNG file, which is replaced at once."""
+    os.environ["MPLBACKEND"] = "Agg"  # that of a notebook may be unknown to a run that it starts in another environment
     import matplotlib
 
     matplotlib.use("Agg")

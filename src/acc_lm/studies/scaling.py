@@ -388,6 +388,7 @@ def _planned_speed_up(row: ScalingRow) -> str:
 
 def draw_scaling(rows: Sequence[ScalingRow], values: dict[str, Any], file: Path) -> None:
     """Draw two panels, strong and weak: measured, planned and ideal speed-up, and on a CPU the one that its cores allow."""
+    os.environ["MPLBACKEND"] = "Agg"  # that of a notebook may be unknown to a run that it starts in another environment
     import matplotlib
 
     matplotlib.use("Agg")

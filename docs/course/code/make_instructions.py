@@ -1,6 +1,6 @@
 """Instruction data from the documentation strings of the Python that runs this: Alpaca's columns, one record a line.
 
-    python docs/labs/make_instructions.py runs/lab/data
+    python docs/course/code/make_instructions.py runs/lab/data
 
 Each documented function becomes two records, one with an `input` and one without. Whole modules are held out, by a hash of their
 names, so that a model is never examined on a neighbour of a function it was trained on. Same Python, same files; nothing is imported or run.
