@@ -19,13 +19,43 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, (ROOT / "tests").glob(
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def main(page: Path | None, only: list[str]) -> None:
-    import conftest  # imports what the forked processes need
-    from backends import BACKENDS, Scenario, run_backend
-    from test_backends import BF16, FLOAT64, GRID, count_collectives
+def row_of(backend: str, expected: dict[tuple[Any, ...], list[Any]]) -> str:
+    """Row of the table: a cell for each precision.
+
+    Args:
+        expected: curves of one process by their scenarios; missing ones are added.
+    """
+    from backends import BACKENDS, run_backend
+    from test_backends import BF16, FLOAT64, GRID
     from test_matrix import LAYERS_IN_PARTS
 
     from acc_lm.run_files.differences import COMPARED, largest_differences
+
+    config, count = (BACKENDS | LAYERS_IN_PARTS)[backend]
+    cells = []
+    for group in (GRID, BF16, FLOAT64[:1], FLOAT64[1:]):
+        scenarios = tuple(group)
+        if backend in LAYERS_IN_PARTS:
+            scenarios = tuple(replace(each, model="wide") for each in group if each.model == "llama")
+        if not scenarios or (scenarios[0].dtype == "float64" and config.startswith("deepspeed")):
+            cells.append("refused")
+            continue
+        if scenarios not in expected:
+            expected[scenarios] = run_backend("single", 1, [*scenarios])
+        worst = dict.fromkeys(COMPARED, 0.0)
+        for one, other in zip(expected[scenarios], run_backend(config, count, [*scenarios]), strict=True):
+            for key, value in largest_differences(one.metrics, other.metrics).items():
+                worst[key] = max(worst[key], value)
+        cells.append(", ".join(f"{worst[key]:.0e}" for key in COMPARED if key != "train/learning_rate"))
+    return f"| {backend} | {' | '.join(cells)} |"
+
+
+def main(page: Path | None, only: list[str]) -> None:
+    import conftest  # imports what the forked processes need
+    from backends import BACKENDS, Scenario, run_backend
+    from test_backends import count_collectives
+    from test_matrix import LAYERS_IN_PARTS
+
     from acc_lm.studies.tables import machine_line, replace_block, replace_rows
 
     assert conftest
@@ -39,25 +69,10 @@ def main(page: Path | None, only: list[str]) -> None:
         "| backend | float32 | bf16 | float64, GPT-2 | float64, Llama |",
         "|---|---|---|---|---|",
     ]
-    groups = {"float32": GRID, "bf16": BF16, "GPT-2": FLOAT64[:1], "Llama": FLOAT64[1:]}
     expected: dict[tuple[Any, ...], list[Any]] = {}
-    measured = {name: how for name, how in (BACKENDS | LAYERS_IN_PARTS).items() if not only or name in only}
-    for backend, (config, count) in measured.items():
-        cells = []
-        for scenarios in map(tuple, groups.values()):
-            if backend in LAYERS_IN_PARTS:
-                scenarios = tuple(replace(each, model="wide") for each in scenarios if each.model == "llama")
-            if not scenarios or (scenarios[0].dtype == "float64" and config.startswith("deepspeed")):
-                cells.append("refused")
-                continue
-            if scenarios not in expected:
-                expected[scenarios] = run_backend("single", 1, [*scenarios])
-            worst = dict.fromkeys(COMPARED, 0.0)
-            for one, other in zip(expected[scenarios], run_backend(config, count, [*scenarios]), strict=True):
-                for key, value in largest_differences(one.metrics, other.metrics).items():
-                    worst[key] = max(worst[key], value)
-            cells.append(", ".join(f"{worst[key]:.0e}" for key in COMPARED if key != "train/learning_rate"))
-        lines.append(f"| {backend} | {' | '.join(cells)} |")
+    measured = [name for name in BACKENDS | LAYERS_IN_PARTS if not only or name in only]
+    for backend in measured:
+        lines.append(row_of(backend, expected))
         print(lines[-1], flush=True)
     if only:
         if page:
