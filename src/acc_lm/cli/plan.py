@@ -140,6 +140,7 @@ def _plan(known: argparse.Namespace, config: Config, recipe: str | None, file: s
     values = {
         "rows": [each.as_json(found.num_tokens, gpu) for each in shown],
         "recommended": best and best.as_json(found.num_tokens, gpu),
+        "speed_not_modelled": probe.no_speed,
     }
     if not known.json:
         _print_table(config, probe, machine, found, shown, known.price)
@@ -200,7 +201,7 @@ def _print_table(
         f"certainty  memory: tensors within a few percent, allocator 8 to 20 % on top, CUDA 0.6 GiB, NCCL 1 GiB{'; ' * bool(found.shape)}{speed * bool(found.shape)}"
     )
     if found.shape is None:
-        print("speed      not modelled for mixtures of experts, adapters and unusual blocks; measure it with --dry-run")
+        print(f"speed      not modelled for {probe.no_speed}; measure it with --dry-run")
     for line in not_in_plan(config):
         print(f"left out   {line}")
     print()

@@ -103,7 +103,7 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
         ConfigError: no such GPU, or no positive number of them; one line, with the nearest name.
     """
     known = {_plain(name): name for name in (*GPUS, *OTHER_NAMES)}
-    match = re.fullmatch(r"\s*([^xX\s]*)\s*[xX]\s*(\S.*?)\s*", text)
+    match = re.fullmatch(r"\s*([^xX×*\s]*)\s*[xX×*]\s*(\S.*?)\s*", text)
     count, name = (match[1], match[2]) if match and _plain(text) not in known else (None, text)
     key = known.get(_plain(name))
     if count is not None and not re.fullmatch(r"[1-9]\d*", count):

@@ -358,9 +358,7 @@ def layout_of(placement: Placement) -> Layout:
 def shape_of(probe: Probe) -> Shape | None:
     """Sizes of a decoder of equal blocks for the speed model; None for other models, adapters, and mixtures of experts."""
     sizes = probe.sizes
-    if sizes is None or probe.parameters.trained < probe.parameters.total:
-        return None
-    return Shape(**sizes)
+    return None if probe.no_speed or sizes is None else Shape(**sizes)
 
 
 def _simplest_of_fastest(candidates: list[Candidate], wanted: int, memory: float = math.inf) -> Candidate | None:

@@ -42,6 +42,8 @@ SWITCH: dict[Checkpointing, bool | Literal["selective"]] = {"no": False, "select
 """Value of `model.gradient_checkpointing` for each name."""
 Used = Literal["backward", "sending", "freeing"]
 """Use of weights and gradients in a backward pass, by the names in `Phases`."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names under which configs of transformers have their number of experts."""
 MANY_ROWS = 64
 """Rows of a micro-batch in which the gradients of activations outweigh those of weights."""
 
@@ -119,8 +121,8 @@ class Probe:
 
         if config.adapter.quantize_base != "none":
             raise ConfigError(
-                f"adapter.quantize_base must be none for a plan, got {config.adapter.quantize_base}: 4-bit weights exist only on their "
-                "device; measure it with --dry-run"
+                f"adapter.quantize_base must be none for a plan, got {config.adapter.quantize_base}, whose weights exist only on a GPU; plan "
+                "with adapter.quantize_base=none, which needs more memory, or measure it there with train.py --dry-run"
             )
         self._config, self._on_gpu = config, on_gpu
         self._mode = FakeTensorMode()  # one for all models, which are built once
@@ -185,8 +187,7 @@ class Probe:
         """Sizes of a dense decoder by the names of `speed.Shape`; None for any other model."""
         text = self._model_config.get_text_config()
         values = text.to_dict()
-        experts = ("num_experts", "num_local_experts", "n_routed_experts")
-        if any(values.get(name) for name in experts) or not hasattr(text, "num_attention_heads"):
+        if any(values.get(name) for name in EXPERTS) or not hasattr(text, "num_attention_heads"):
             return None
         hidden, heads = text.hidden_size, text.num_attention_heads
         inner = values.get("intermediate_size") or values.get("n_inner") or values.get("ffn_dim") or 4 * hidden
@@ -212,6 +213,17 @@ class Probe:
             "other_parameters": other,
             "vocab_in_parts": self.is_fused,
         }
+
+    @property
+    def no_speed(self) -> str:
+        """Reason why the speed of this model is not modelled; empty if it is."""
+        if self.parameters.trained < self.parameters.total:
+            return "adapters: no published run with frozen weights was fitted"
+        if any(self._model_config.get_text_config().to_dict().get(name) for name in EXPERTS):
+            return "mixtures of experts: no published run with experts was fitted"
+        return (
+            "" if self.sizes else f"blocks of {self._model_config.model_type}, which are not those of a plain decoder"
+        )
 
     def _count(self) -> tuple[Parameters, tuple[int, int], bool]:
         counts = []
