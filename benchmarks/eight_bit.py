@@ -187,7 +187,7 @@ def main(page: Path | None) -> None:
             f"{machine_line()}, torchao {version('torchao')}",
             "",
         ]
-        replace_block(page, "eight_bit", "\n".join(head) + text)
+        replace_block(page, "eight_bit", "\n".join([*head, text]))
 
 
 if __name__ == "__main__":
