@@ -399,6 +399,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["adapter.also_train=[embed_tokens, lm_head, q_proj]", "adapter.target_modules=[q_proj]"],
         "adapter.target_modules must be layers that adapter.also_train leaves out, got 'q_proj', which is model.layers.0.self_attn.q_proj in both",
     ),
+    "moments in 8 bits": (["optimizer.name=adamw_8bit"], "optimizer.name must be adamw or muon, got 'adamw_8bit', whose rounded moments"),
     "another tool's name": (["adapter.modules_to_save=[lm_head]"], "modules_to_save is another tool's name, here it is adapter.also_train"),
 }  # fmt: skip
 

@@ -88,7 +88,7 @@ def build_model(
         router = find_router(model, config.router_loss)
     base = weights_checksum(model) if config.config is None else ""  # as it is on disk, without rows for new tokens
     is_enlarged = config.resize_embeddings and not new_tokens(tokenizer)
-    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type, seed)
+    attention, loss = make_ready(model, config, tokenizer, sequence_length, packs, device_type)
     if parts_of_rows > 1:
         check_row_parts(model, sequence_length, parts_of_rows, attention, loss)
     if base and is_enlarged:  # its drawn rows have always belonged to the base
@@ -133,10 +133,9 @@ def make_ready(
     sequence_length: int,
     packs: bool,
     device_type: str,
-    seed: int = 0,
 ) -> tuple[str, str]:
     """Set vocabulary, dtype, attention and loss of a model that has its weights; returns the display names of the last two."""
-    _fit_to_recipe(model, config, tokenizer, sequence_length, seed)
+    _fit_to_recipe(model, config, tokenizer, sequence_length)
     with must_run("model"):  # in the dtype that the weights were drawn or stored in, which may detect more
         check_causal(model, config, sequence_length)
         attention = choose_attention(model, sequence_length)
@@ -189,10 +188,10 @@ def _prepare_packing(model: PreTrainedModel, attention: str, device_type: str) -
 
 
 def _fit_to_recipe(
-    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int = 0
+    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> None:
     """Provide embeddings for every id, positions for every row, experts and activation checkpointing."""
-    fit_vocabulary(model, config, tokenizer, seed)
+    fit_vocabulary(model, config, tokenizer)
     check_length(model, sequence_length)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped kernels of experts do not support it

@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def fit_vocabulary(
-    model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0
-) -> None:
+def fit_vocabulary(model: PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add rows for the ids that the model lacks, if the recipe adds tokens or permits it otherwise.
 
     A row for a new token is drawn as transformers does by default: close to the mean of the rows that exist. It depends on
-    these and on the seed alone, because one thread computes the mean.
+    these and on torch's seed alone, because one thread computes the mean.
 
     Raises:
         ConfigError: the model lacks an id that is not one of the recipe's new tokens.
@@ -43,7 +41,6 @@ def fit_vocabulary(
         return
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
     try:
         model.resize_token_embeddings(vocab_size, mean_resizing=True)
     finally:

@@ -106,7 +106,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> N
         if decoded != token:
             raise ConfigError(
                 f"tokenizer.add_tokens must be text that this tokenizer can decode, got {token!r}, which would become {decoded!r}; "
-                "choose another token, such as one with <| and |> around it"
+                "choose another token, such as one of ASCII characters"
             )
     tokenizer.new_tokens = frozenset(new)  # type: ignore[attr-defined]
 
