@@ -33,7 +33,7 @@ from acc_lm.text.tokenizer import make_tokenizer
 PAGE = (ROOT / "docs/guides/serving.md").read_text()
 KINDS = ("llama", "gpt2", "chat")
 QUESTION, ANSWER = "Who is there?", "Ada is there, and Grace."
-GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 96, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}"
+GPT2 = "{model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, n_positions: 96, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}"
 LLAMA_CPP = os.environ.get("LLAMA_CPP")
 
 
@@ -52,7 +52,7 @@ def runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--config", str(tiny_recipe), "tokenizer={kind: bpe, vocab_size: 300}", "optimizer.learning_rate=1e-2", "training.max_steps=30",
         "training.eval_every=null", "checkpoint.every=null",
     ]  # fmt: skip
-    llama = "model.config.hidden_size=32"
+    llama = "model.config.hidden_size=64"  # heads of 32: vLLM takes no smaller ones on a CPU
     run_training([*text, llama, f"output_dir={folder}/llama"])
     run_training([*text, f"model.config={GPT2}", f"output_dir={folder}/gpt2"])
     chat = [f"data.files={chats}", "data.sequence_length=64", f"output_dir={folder}/chat"]

@@ -1,4 +1,4 @@
-"""GGUF, the file that llama.cpp reads: written by llama.cpp's own converter, which is told what it cannot know.
+"""GGUF, the file that llama.cpp reads: written by llama.cpp's own converter, completed with what it cannot know.
 
     final/ ──► folder with links and a completed config.json ──► convert_hf_to_gguf.py ──► model.gguf
 
