@@ -33,7 +33,7 @@ from acc_lm.text.tokenizer import make_tokenizer
 PAGE = (ROOT / "docs/guides/serving.md").read_text()
 KINDS = ("llama", "gpt2", "chat")
 QUESTION, ANSWER = "Who is there?", "Ada is there, and Grace."
-GPT2 = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 96, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}"
+GPT2 = "{model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 2, n_positions: 96, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}"
 LLAMA_CPP = os.environ.get("LLAMA_CPP")
 
 
@@ -52,9 +52,17 @@ def runs(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--config", str(tiny_recipe), "tokenizer={kind: bpe, vocab_size: 300}", "optimizer.learning_rate=1e-2", "training.max_steps=30",
         "training.eval_every=null", "checkpoint.every=null",
     ]  # fmt: skip
-    llama = "model.config.hidden_size=32"
+    llama = "model.config.hidden_size=64"  # heads of 32: vLLM takes no smaller ones on a CPU
     run_training([*text, llama, f"output_dir={folder}/llama"])
-    run_training([*text, f"model.config={GPT2}", f"output_dir={folder}/gpt2"])
+    run_training(
+        [
+            *text,
+            f"model.config={GPT2}",
+            f"output_dir={folder}/gpt2",
+            "training.max_steps=80",
+            "optimizer.learning_rate=3e-3",
+        ]
+    )
     chat = [f"data.files={chats}", "data.sequence_length=64", f"output_dir={folder}/chat"]
     run_training(
         [*text, llama, *chat, "data.eval_fraction=0.3", "optimizer.learning_rate=2e-2", "training.max_steps=60"]
@@ -76,6 +84,11 @@ def ours(final: Path, num_tokens: int) -> str:
     prompt = prompt_of(final)
     text = sample_text(final, prompt, max_new_tokens=num_tokens, temperature=0, is_question=is_chat)
     return text if is_chat else text[len(prompt) :]
+
+
+def whole(text: str) -> str:
+    """Answer without a last character that the limit of tokens has cut: vLLM leaves it out, others show a mark."""
+    return text.rstrip("\ufffd")
 
 
 def prompt_of(final: Path) -> str:
@@ -104,6 +117,7 @@ def test_final_has_the_files_of_the_page_and_answers_from_them_alone(kind: str, 
     end = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == end
     answer = ours(final, 12)
+    assert len(whole(ours(final, 24))) > 8, "there is something to compare"
     prompt: Any = [{"role": "user", "content": QUESTION}] if kind == "chat" else prompt_of(final)
     generate = pipeline(
         "text-generation", model=AutoModelForCausalLM.from_pretrained(tmp_path), tokenizer=str(tmp_path)
@@ -305,7 +319,7 @@ def test_transformers_serve_answers_as_we_do(runs: Path, tmp_path: Path) -> None
     with serving(["-m", "transformers.cli.transformers", "serve", "--device", "cpu"], tmp_path) as address:
         for kind in KINDS:
             final = runs / kind / "final"
-            assert answered(address, final, str(final), 24) == ours(final, 24), kind
+            assert whole(answered(address, final, str(final), 24)) == whole(ours(final, 24)), kind
 
 
 @pytest.mark.serve
@@ -315,7 +329,7 @@ def test_vllm_answers_as_we_do(kind: str, runs: Path, tmp_path: Path) -> None:
     final = runs / kind / "final"
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(final), "--dtype", "float32", "--enforce-eager"]
     with serving([*words, "--max-model-len", "96"], tmp_path) as address:
-        assert answered(address, final, str(final), 24) == ours(final, 24)
+        assert whole(answered(address, final, str(final), 24)) == whole(ours(final, 24))
 
 
 TEXTS = (
@@ -344,7 +358,7 @@ def test_llama_cpp_answers_as_we_do(kind: str, runs: Path, tmp_path: Path) -> No
     settings.model.path = str(output)
     settings.n_ctx, settings.n_parallel, settings.warmup = 96, 1, False
     server = xllamacpp.Server(settings)
-    assert answered(server.listening_address, final, "model", 24) == ours(final, 24)
+    assert whole(answered(server.listening_address, final, "model", 24)) == whole(ours(final, 24))
     tokenizer = AutoTokenizer.from_pretrained(final)
     for text in TEXTS:
         found = ask(server.listening_address, "/tokenize", content=text, parse_special=True)["tokens"]

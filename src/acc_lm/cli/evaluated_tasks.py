@@ -47,15 +47,15 @@ def evaluate_tasks(request: Request, tasks: Tasks) -> int:
     with stdout_on_stderr():
         figures, run, folder, step = _run(request, tasks)
     harness = f"{HARNESS} {version}"
-    notes = []
-    if tasks.limit is not None:
-        notes.append("not recorded: --limit leaves out samples")
-    else:
-        notes += _record(figures, run, folder, harness, step)
     if request.as_json:
         print(json.dumps({"model": str(folder), "step": step, "harness": harness, "tasks": figures}))
     else:
         _print(figures, str(folder), step, harness)
+    sys.stdout.flush()
+    if tasks.limit is not None:
+        notes = ["not recorded: --limit leaves out samples"]
+    else:
+        notes = _record(figures, run, folder, harness, step)
     for note in notes:
         print(printable(note), file=sys.stderr)
     return 0
@@ -126,12 +126,14 @@ def _record(
     card = folder / CARD
     if not card.is_file():
         return notes
-    text = card_with_benchmarks(card.read_text(encoding="utf-8"), figures, harness)
+    try:
+        text = card_with_benchmarks(card.read_text(encoding="utf-8"), figures, harness)
+    except UnicodeDecodeError:
+        text = None
     if text is None:
         return [*notes, f"not recorded in {card}, which is not a model card of acc-lm"]
-    card_text = redact(text)
     with written_aside(card) as work:
-        work.write_text(card_text, encoding="utf-8")
+        work.write_text(redact(text), encoding="utf-8")
     return [*notes, f"recorded in {card}"]
 
 

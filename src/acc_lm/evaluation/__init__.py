@@ -5,4 +5,5 @@ samples      greedy continuations at each evaluation
 scoring      loss of any model on any text
 completions  greedy answers to prompts, for metrics that compare text
 metrics      modules for the evaluate library
+benchmarks   tasks of the harness lm-eval
 """

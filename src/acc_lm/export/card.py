@@ -26,7 +26,7 @@ MEASURES = {
 }
 """Metrics of an evaluation, and their names in the model index."""
 
-FILES = ("arrow", "csv", "json", "parquet", "text")
+FILE_READERS = ("arrow", "csv", "json", "parquet", "text")
 """Data sets of a task that are files of the author's machine, by the name of their reader."""
 
 HARNESS_URL = "https://github.com/EleutherAI/lm-evaluation-harness"
@@ -135,7 +135,7 @@ def card_with_benchmarks(card: str, figures: dict[str, dict[str, Any]], harness:
     data.eval_results = kept + [
         EvalResult(
             task_type="text-generation",
-            dataset_type="text" if task["dataset"] in FILES else hub_id(task["dataset"]) or "text",
+            dataset_type="text" if task["dataset"] in FILE_READERS else hub_id(task["dataset"]) or "text",
             dataset_name=name,
             dataset_config=name,
             metric_type="accuracy" if metric == "acc" else metric,

@@ -1,4 +1,4 @@
-"""GGUF, the file that llama.cpp reads: written by llama.cpp's own converter, which is told what it cannot know.
+"""GGUF, the file that llama.cpp reads: written by llama.cpp's own converter, completed with what it cannot know.
 
     final/ ──► folder with links and a completed config.json ──► convert_hf_to_gguf.py ──► model.gguf
 
@@ -19,6 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+if __name__ != "__main__":  # the process of the converter needs neither
+    from acc_lm.errors import ConfigError
+    from acc_lm.files import written_aside
+
 CONVERTER = "convert_hf_to_gguf.py"
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Data types of weights, as the converter calls them."""
@@ -34,9 +38,6 @@ def convert_to_gguf(folder: Path, output: Path, llama_cpp: Path, dtype: str) -> 
     Raises:
         ConfigError: the converter is not there, or cannot take this model.
     """
-    from acc_lm.errors import ConfigError
-    from acc_lm.files import written_aside
-
     if not (llama_cpp / CONVERTER).is_file():
         raise ConfigError(
             f"--gguf must be a folder of llama.cpp with {CONVERTER}, got {llama_cpp}; git clone https://github.com/ggml-org/llama.cpp"
@@ -78,7 +79,13 @@ def _stage(folder: Path, staged: Path) -> None:
     for file in folder.iterdir():
         if file.name != "config.json" and file.is_file():
             (staged / file.name).symlink_to(file)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        is_mapping = isinstance(config, dict)
+    except ValueError:
+        is_mapping = False
+    if not is_mapping:
+        raise ConfigError(f"{folder}/config.json must be a mapping in JSON, got something else; export the model again")
     if "n_positions" in config:  # GPT-2's: transformers no longer writes the second name of the same number
         config.setdefault("n_ctx", config["n_positions"])
     (staged / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -123,5 +130,6 @@ def main(llama_cpp: str, pre_tokenizer: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this file's own folder, whose modules must not be taken for others
+    own = os.path.dirname(os.path.abspath(__file__))  # its modules must not be taken for others
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != own]
     main(*sys.argv[1:])
