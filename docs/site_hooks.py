@@ -215,10 +215,13 @@ def anchor_of(heading: str) -> str:
 def with_english_anchors(chinese: str, english: str) -> str:
     """Chinese page with the anchors of the English headings too, for links from pages that are only in English."""
     anchors = iter([anchor_of(heading) for heading in HEADING.findall("".join(FENCE.split(english)[::2]))])
+
+    def with_anchor(heading: re.Match[str]) -> str:
+        anchor = next(anchors)  # the title has to stay the page's first line
+        return heading[0] if heading[0].startswith("# ") else f'<a id="{anchor}"></a>\n\n{heading[0]}'
+
     parts = FENCE.split(chinese)
-    parts[::2] = [
-        HEADING.sub(lambda heading: f'<a id="{next(anchors)}"></a>\n\n{heading[0]}', part) for part in parts[::2]
-    ]
+    parts[::2] = [HEADING.sub(with_anchor, part) for part in parts[::2]]
     return "".join(parts)
 
 
