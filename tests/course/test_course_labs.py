@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import exercises_05
+import exercises_07
 import pages
 import pytest
+from answers import BadAnswer, NotYet
 from course import FEW_STEPS, folder_of_a_learner, run_short
 from test_several_nodes import two_networks
 
@@ -114,8 +119,25 @@ def test_lab_07(tmp_path: Path) -> None:
     assert len({f"{float(loss):.5f}" for loss in losses}) == 1, "conversations see each other"
 
 
+@pytest.mark.parametrize(
+    ("exercise", "wrong", "hint"),
+    [
+        (exercises_05.exercise_1, "162", "there are eight"),
+        (exercises_05.exercise_1, "21.7", "2^30"),
+        (exercises_05.exercise_2, "246", "one micro-batch"),
+        (exercises_07.exercise_3, "8", "does not divide"),
+        (exercises_07.exercise_3, "2", "fewer heads"),
+    ],
+)
+def test_a_wrong_answer_gets_a_hint(exercise: Callable[[str], str], wrong: str, hint: str) -> None:
+    with pytest.raises(NotYet, match=re.escape(hint)):
+        exercise(wrong)
+    with pytest.raises(BadAnswer):
+        exercise("many")
+
+
 def has_networks() -> bool:
-    """True if two networks can be made here, as in a test of several nodes; a warning if not."""
+    """True if two networks can be made here, as in a test of several nodes; False, with a warning, if not."""
     try:
         with two_networks():
             return True
