@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import statistics
 import subprocess
 import sys
@@ -128,7 +130,12 @@ def test_the_layout_of_each_config_is_the_one_above() -> None:
     for name, of in LAYOUTS.items():
         if name != "hsdp":
             assert predict(read(files.get(name, name), 1 if name == "one" else 8)) == predict(of(8)), name
-    assert read("multi_node_hsdp", 16, machines=2) == sharded(8, replicas=2)
+    with socket.socket() as running:  # the port of another run is no obstacle for a plan
+        running.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # in use already
+            running.bind(("127.0.0.1", 29500))
+            running.listen()
+        assert read("multi_node_hsdp", 16, machines=2) == sharded(8, replicas=2)
     offload = read("deepspeed_zero2_offload", 8)
     assert offload == replace(LAYOUTS["zero2"](8), offloads_moments=True)
     assert read("fsdp2_offload", 8) == sharded(8, offloads_moments=True, offloads_weights=True)

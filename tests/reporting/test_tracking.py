@@ -57,10 +57,11 @@ def train_with(
         import train
 
         curves.draw_curves = lambda *arguments: None  # which takes longer than all the steps
+        tracking.START_SECONDS = 60.0  # on a busy machine W&B takes long to start
         prepare()
         return train.main(arguments)
 
-    finished = Launch(function, num_processes, NO_KEY | (environment or {})).wait(60)
+    finished = Launch(function, num_processes, NO_KEY | (environment or {})).wait(120)
     assert finished.codes == [expect] * num_processes, finished.outputs
     return finished
 

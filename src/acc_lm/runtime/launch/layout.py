@@ -100,10 +100,12 @@ def placement_of(
     Raises:
         MachineError: the config cannot be launched like that.
     """
-    options = [] if num_processes is None else ["--num_processes", str(num_processes)]
+    # Nothing is launched, so it does not matter whether a run on this machine uses the config's port; 0 is any free one.
+    options = ["--main_process_port", "0"]
+    options += [] if num_processes is None else ["--num_processes", str(num_processes)]
     options += [] if num_machines is None else ["--num_machines", str(num_machines)]
     if (num_machines or 1) > 1:
-        options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
+        options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     if num_processes is not None and parts is not None:
         options += _words_for_parts(file.stem, num_processes, parts)
     with launched(file, options) as typed:
