@@ -36,6 +36,7 @@ docs: .venv/installed  ## pages that are generated from the code
 	$(BIN)/acc-lm recipe schema > recipes/schema.json
 	$(BIN)/acc-lm recipe markdown > docs/reference/recipe.md
 	$(BIN)/python docs/update_readme.py recipes
+	$(BIN)/python docs/notebooks/build.py
 
 # Runs the quickstart anew and puts what it printed into the README.
 readme: .venv/installed  ## train the quickstart and put its output into README.md

@@ -26,7 +26,7 @@ STAGED = ROOT / "build/pages"
 MERMAID = "mermaid@11"
 """Library that draws the diagrams in the browser; served by the site itself, from the npm registry's package."""
 CHINESE = ".zh-TW"
-SHOWN_AS_THEY_ARE = {".png", ".svg", ".gif", ".jpg", ".webp"}
+SHOWN_AS_THEY_ARE = {".png", ".svg", ".gif", ".jpg", ".webp", ".ipynb"}
 LANGUAGES = {
     ".py": "python",
     ".yaml": "yaml",
@@ -37,6 +37,7 @@ LANGUAGES = {
     ".toml": "toml",
 }
 CODE = re.compile(r"(^ *```.*?^ *```[^\n]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 KINDS = {"code": " *```", "table": r"\|", "list": r" *[-*] | *\d+\. ", "text": r"\s*\S"}
 """Patterns of the first line of each kind of block."""
@@ -160,7 +161,10 @@ class Pages:
         parts[::2] = [
             LINK.sub(lambda link: f"{link[1]}{self.link(file, link[2])}{link[3]}", part) for part in parts[::2]
         ]
-        return "".join(parts)
+        text = "".join(parts)
+        if is_chinese(file):
+            text = with_english_anchors(text, file.with_name(file.name.replace(CHINESE, "")).read_text())
+        return text
 
     def link(self, page: Path, link: str) -> str:
         path, mark, anchor = link.partition("#")
@@ -197,6 +201,28 @@ def is_chinese(page: Path | str) -> bool:
 def has_twin(page: Path) -> bool:
     """True if a page has a translation next to it."""
     return page.suffix == ".md" and (is_chinese(page) or page.with_name(f"{page.stem}{CHINESE}.md").exists())
+
+
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def anchor_of(heading: str) -> str:
+    """Anchor that GitHub and the site make of a heading."""
+    words = re.sub(r"\]\([^)]*\)", "", heading).lower()
+    return re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+
+
+def with_english_anchors(chinese: str, english: str) -> str:
+    """Chinese page with the anchors of the English headings too, for links from pages that are only in English."""
+    anchors = iter([anchor_of(heading) for heading in HEADING.findall("".join(FENCE.split(english)[::2]))])
+
+    def with_anchor(heading: re.Match[str]) -> str:
+        anchor = next(anchors)  # the title has to stay the page's first line
+        return heading[0] if heading[0].startswith("# ") else f'<a id="{anchor}"></a>\n\n{heading[0]}'
+
+    parts = FENCE.split(chinese)
+    parts[::2] = [HEADING.sub(with_anchor, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def address(place: str) -> str:

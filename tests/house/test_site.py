@@ -33,13 +33,11 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def anchors_of(text: str) -> list[str]:
-    """Anchors that the site makes of a page's headings."""
-    headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    """Anchors of a staged page: of its headings, and those that are written into it."""
+    prose = "".join(HOOKS["FENCE"].split(text)[::2])
+    return [HOOKS["anchor_of"](heading) for heading in HOOKS["HEADING"].findall(prose)] + re.findall(
+        r'<a id="([^"]+)">', prose
     )
-    return [
-        re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", line).lower()).strip().replace(" ", "-") for line in headings
-    ]
 
 
 def test_links_of_the_staged_pages_lead_to_staged_pages(staged: Path) -> None:
@@ -61,6 +59,11 @@ def test_links_of_the_staged_pages_lead_to_staged_pages(staged: Path) -> None:
             assert not anchor or anchor in anchors_of(target.read_text()), f"{page.relative_to(staged)}: {link}"
             links += 1
     assert links > 500
+
+
+def test_a_chinese_page_has_the_anchors_of_both_languages() -> None:
+    page = HOOKS["with_english_anchors"]("# 一\n\n```\n# no\n```\n## 二\n", "# One\n\n```\n# no\n```\n## And `two`\n")
+    assert anchors_of(page) == ["一", "二", "and-two"]
 
 
 def test_a_page_gets_the_blank_lines_that_the_site_needs() -> None:
@@ -166,7 +169,7 @@ VIEWS = {
     "zh-TW/": ("acc-lm - acc-lm", "zh-TW"),
     "course/02_train/": ("Lab 02", "en"),
     "zh-TW/course/02_train/": ("02", "zh-TW"),
-    "zh-TW/course/theory/": ("acc-lm", "zh-TW"),
+    "zh-TW/course/theory/": ("分散式訓練：理論", "zh-TW"),
     "reference/recipe/": ("The recipe, key by key", "en"),
     "zh-TW/project/readme/": ("README", "zh-TW"),
     "reference/api/config/": ("acc_lm.config", "en"),
