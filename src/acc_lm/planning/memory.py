@@ -190,8 +190,8 @@ def _gathered(probe: Probe, placement: Placement) -> _Gathered:
     if placement.gathers == "all blocks":
         whole = float(size * counts.total)
         rest = whole - (head - tied)
-        back = rest + reduced_head, rest - block + reduced, 2 * block + at_end, block + at_end, at_end
-        return _Gathered(whole, whole - head + at_head, *back)
+        backward = (rest + reduced_head, rest - block + reduced, 2 * block + at_end, block + at_end, at_end)
+        return _Gathered(whole, whole - head + at_head, *backward)
     if placement.gathers == "limited":
         live = size * min(counts.total, KEPT + counts.head + 2 * PREFETCHED, MAX_LIVE)
         again = size * min(counts.total, PREFETCHED)  # what arrives at a time has a second copy

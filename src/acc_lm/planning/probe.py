@@ -305,7 +305,8 @@ class Probe:
 
         def at(num_rows: int) -> float:
             found = self._run(compute, checkpointing, self._depths[0], num_rows)
-            return max(0.0, getattr(found, weights) - found.kept)
+            most: float = getattr(found, weights)
+            return max(0.0, most - found.kept)
 
         if size <= 2:
             return at(size)
