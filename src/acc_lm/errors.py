@@ -6,8 +6,12 @@ import errno
 import functools
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from acc_lm.launcher import is_main_process, prints_traceback, process_index, tell_torchrun
 from acc_lm.redaction import printable, redact
@@ -132,6 +136,19 @@ LAUNCHER_SECONDS = 5.0
 """Seconds within which a launcher ends the other processes after the main one has exited with the same error."""
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Context in which the launcher's SIGTERM ends this process, although a run that fails ignores it otherwise."""
+    if threading.current_thread() is not threading.main_thread():  # which cannot change handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def print_problems(error: UserError) -> None:
     """Print an error once: immediately on the main process, and on another one only if that one alone has the error."""
     lines = [f"error: {printable(redact(problem))}" for problem in error.problems]
@@ -139,7 +156,8 @@ def print_problems(error: UserError) -> None:
     if error.speaks is False:
         return
     if error.speaks is None and not is_main_process():
-        time.sleep(LAUNCHER_SECONDS)
+        with _ended_by_sigterm():
+            time.sleep(LAUNCHER_SECONDS)
         print(f"error: only process {process_index()} has this error:", file=sys.stderr)
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     if prints_traceback():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from processes import LAUNCH_VARIABLES, ROOT, launcher_environment, run_everywhere, run_training
+from processes import LAUNCH_VARIABLES, ROOT, Launch, launcher_environment, run_everywhere, run_training
 from test_step import RaggedRows, make_config, make_model
 
+from acc_lm import errors
 from acc_lm.cli import main
 from acc_lm.config import TrainingConfig
 from acc_lm.errors import ConfigError, MachineError
+from acc_lm.stop import StopRequest
 
 CONFIGS = ROOT / "accelerate_configs"
 BIN = Path(sys.executable).parent
@@ -500,6 +503,23 @@ def test_an_error_is_printed_once_by_the_main_process(tiny: list[str]) -> None:
     finished = run_training([*tiny, "training.max_stpes=3"], num_processes=2, expect=2)
     assert len(finished.errors) == 1
     assert finished.outputs[1].splitlines()[0] == "error: only process 1 has this error:", "no launcher ended it here"
+
+
+def test_the_launchers_signal_ends_a_process_that_has_the_main_ones_error(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM when the main process has ended; this one must not claim then that it alone has the error."""
+
+    def fail() -> int:
+        errors.time = SimpleNamespace(sleep=lambda seconds: os.kill(os.getpid(), signal.SIGTERM))  # type: ignore[assignment]
+        try:
+            with StopRequest(tmp_path).listening():
+                raise ConfigError("a wrong key")
+        except ConfigError as error:
+            errors.print_problems(error)
+        return 2
+
+    finished = Launch(fail, 1, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}).wait(60)
+    assert finished.codes == [-signal.SIGTERM]
+    assert finished.output == ""
 
 
 @pytest.mark.parametrize("chosen", [True, False])
