@@ -136,3 +136,11 @@ def test_a_plan_is_what_a_real_step_holds_and_sends(
     assert sent == pytest.approx(real[0]["sent"], abs=512), "the norm, and buffers"
     assert abs(found[1] - 1) < 0.005
     assert abs(found[0] - 1) < 0.02
+
+
+def test_rows_of_complete_layers_and_of_their_parts_are_measured_apart() -> None:
+    probe = Probe(config_of(1, "no", False, 1, 16), VOCABULARY, on_gpu=False)
+    rows, both = probe.in_parts(2), probe.in_layers(2).in_parts(2)
+    assert both.parameters.total < 0.6 * rows.parameters.total
+    assert both is probe.in_layers(2).in_parts(2)
+    assert rows is probe.in_parts(2)
