@@ -95,7 +95,7 @@ def watch(known: argparse.Namespace, columns: dict[Path, MetricColumns]) -> int:
             line = " | ".join(progress_line(record) for record in records)
             print(f"\r{line:<{width}}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
             width = len(line)
-            if not any(record.goes_on for record in records):
+            if not any(record.continues for record in records):
                 print(f"\n{_page_of(known)}" if is_terminal else _page_of(known))
                 return 0
         time.sleep(pause)

@@ -60,7 +60,7 @@ def report_of(record: RunRecord, by: By = "step") -> Report:
         except LeftOut as reason:
             parts = [Paragraph(f"left out: {reason}")]
         blocks.append(Block(title, parts))
-    return Report(f"Run {record.name}", blocks, record.goes_on, made_line())
+    return Report(f"Run {record.name}", blocks, record.continues, made_line())
 
 
 def made_line() -> str:

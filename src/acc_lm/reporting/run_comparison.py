@@ -282,7 +282,7 @@ def comparison_report(runs: Sequence[RunRecord], by: By = "step") -> Report:
     blocks += [_block(comparison, names[0], name) for name, comparison in zip(names[1:], found, strict=True)]
     for name, run in zip(names, runs, strict=True):
         blocks.append(Block(f"Run {name}", [*glance(run), *_ledger(run)]))
-    return Report(" and ".join(names), blocks, any(run.goes_on for run in runs), made_line())
+    return Report(" and ".join(names), blocks, any(run.continues for run in runs), made_line())
 
 
 def drawn_as(runs: Sequence[RunRecord]) -> list[Drawn]:

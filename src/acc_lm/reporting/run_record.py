@@ -117,7 +117,7 @@ class RunRecord:
         return f"{ended}, between two attempts of keep-going" if self.is_supervised else ended
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """True while more can be expected from the run."""
         return self.is_live or self.is_supervised
 
