@@ -81,10 +81,19 @@ def test_every_command_of_the_page_runs(tmp_path: Path) -> None:
     assert results["empty_export"]["elements"] == [wrong_curves.SYMBOLS**2, 0]
     assert results["empty_export"]["right"][-1] < results["empty_export"]["wrong"][-1] - 1
     traces = json.loads((tmp_path / "runs/theory/overlap.json").read_text())
-    begins = {name: trace["all_reduce"][0][0] for name, trace in traces.items()}
-    ends = {name: trace["backward"][-1][1] for name, trace in traces.items()}
-    assert begins["buckets"] < ends["buckets"], "sent while backward computes"
-    assert begins["one_bucket"] >= traces["one_bucket"]["backward"][-1][0]
+    hidden = {name: hidden_share(trace) for name, trace in traces.items()}
+    assert hidden["buckets"] > 0.3 > 0.1 > hidden["one_bucket"], hidden
+
+
+def hidden_share(trace: dict[str, Any]) -> float:
+    """Share of the time of all-reduces in which backward computes."""
+    total = sum(end - begin for begin, end in trace["all_reduce"])
+    both = sum(
+        max(0.0, min(end, stop) - max(begin, start))
+        for begin, end in trace["all_reduce"]
+        for start, stop in trace["backward"]
+    )
+    return both / total
 
 
 @functools.cache
