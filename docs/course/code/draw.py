@@ -1,7 +1,7 @@
 """Pictures of the course as SVG files, in English and in Traditional Chinese, readable on light and on dark pages.
 
     python docs/course/code/draw.py                     # all pictures, into docs/course/pictures
-    python docs/course/code/draw.py --output FOLDER
+    python docs/course/code/draw.py --measured FOLDER   # first take the JSON files that the commands of theory.md left there
 
 Pictures that show data read what docs/course/code/overlap.py, all_reduce.py and wrong_curves.py have measured, from the JSON files in
 the same folder. Each file has its own background in both colour schemes, so it is readable where a page has another one.
@@ -13,6 +13,7 @@ import argparse
 import html
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -563,8 +564,12 @@ def draw_data(name: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=PICTURES)
-    folder = parser.parse_args().output
+    parser.add_argument("--measured", type=Path, help="folder with new measurements, such as runs/theory")
+    known = parser.parse_args()
+    folder = known.output
     folder.mkdir(parents=True, exist_ok=True)
+    for name in DATA if known.measured else ():
+        shutil.copy(known.measured / f"{name}.json", folder)
     for language in LANGUAGES:
         for diagram in DIAGRAMS:
             diagram(folder, language)
