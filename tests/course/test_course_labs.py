@@ -41,6 +41,9 @@ def test_lab_02(tmp_path: Path) -> None:
     left_out = ("spawn.py", "notebook_launcher")
     printed = run_short(pages.COURSE / "02_train.md", folder_of_a_learner(tmp_path), changes, left_out)
     assert answers(printed) == ["right"] * 3
+    (same, launchers, unsummed) = (text.splitlines()[1:] for name, text in printed.items() if "compare.py" in name)
+    assert len(same) == 4
+    assert all(float(line.split()[-1]) < 1e-6 for line in [*same, *launchers, unsummed[1]])
 
 
 def test_lab_03(tmp_path: Path) -> None:
