@@ -541,6 +541,14 @@ def wrong_curves(results: dict[str, Any], folder: Path, language: str) -> None:
     )
     p.save(folder, "wrong_schedule")
 
+    wrong_reports(results, folder, language)
+
+
+def wrong_reports(results: dict[str, Any], folder: Path, language: str) -> None:
+    """Charts of the faults in what is evaluated, read again and exported."""
+    right = results["right"]
+    steps, step = list(range(1, len(right["loss"]) + 1)), "step"
+
     p = Picture("Evaluation by batch means: the wrong and the right curve", 340, language)
     by_size = list(zip(*right["by_batch_means"], strict=True))
     lines: list[Series] = [("sum over all targets, divided once", "blue", steps, right["held_out"], "")]
