@@ -41,15 +41,19 @@ FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 KINDS = {"code": " *```", "table": r"\|", "list": r" *[-*] | *\d+\. ", "text": r"\s*\S"}
 """Patterns of the first line of each kind of block."""
-API_OPTIONS = "\n".join(
-    f"    {line}"
-    for line in (
-        "options:", "  show_root_heading: true", "  show_root_full_path: false", "  heading_level: 2", "  show_if_no_docstring: true",
-        "  members_order: source", "  show_source: false", "  docstring_style: google", "  separate_signature: true",
-        "  show_signature_annotations: true", "  filters: ['!^_']",
-        "  docstring_options: {warn_unknown_params: false, warn_missing_types: false}",
-    )
-)  # fmt: skip
+API_OPTIONS = """\
+    options:
+      docstring_options: {warn_unknown_params: false, warn_missing_types: false}
+      docstring_style: google
+      filters: ['!^_']
+      heading_level: 2
+      members_order: source
+      separate_signature: true
+      show_if_no_docstring: true
+      show_root_full_path: false
+      show_root_heading: true
+      show_signature_annotations: true
+      show_source: false"""
 
 
 def on_config(config: Any) -> Any:

@@ -18,7 +18,7 @@ SHORTER = {
     "02_train": {r"(?m)^(!(?:python|torchrun|accelerate).* output_dir=runs/\S+)$": rf"\1 {OVERRIDES}"},
     "06_alpaca_deepspeed": {
         r"(?m)^!python train.py$": rf"!python train.py {OVERRIDES} {SMALL}",
-        r"(?m)^(!head .*)$": r"!sed -i 61,100000d runs/lab-data/*.jsonl\n\1",
+        r"(?m)^(!head .*)$": r"!sed -i 301,100000d runs/lab-data/*.jsonl\n\1",
         r"--cases \S+ --steps 5": f"--cases single:1 --steps 2 {OVERRIDES} data.sequence_length=512",
         r"(?m)^(!.* train.py --config .*)$": rf"\1 {OVERRIDES} data.sequence_length=512",
         r"(?s)^.*check\.py.*$": "",  # answers of complete runs

@@ -22,10 +22,34 @@ from drawn_in_chinese import CHINESE
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 WIDTH = 480
-LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "soft": "#5b6470", "line": "#c3c9d1", "blue": "#1d5fd1", "red": "#c4320a", "green": "#1a7f37",
-         "violet": "#7c3aed", "wash-blue": "#dbe8ff", "wash-red": "#ffe2d6", "wash-green": "#d9f5df", "wash-grey": "#eef0f3"}  # fmt: skip
-DARK = {"paper": "#161b22", "ink": "#e6edf3", "soft": "#a4adb8", "line": "#48505a", "blue": "#79b0ff", "red": "#ff9a6b", "green": "#63d47b",
-        "violet": "#c39bff", "wash-blue": "#1c3560", "wash-red": "#5a2a17", "wash-green": "#173f24", "wash-grey": "#252c35"}  # fmt: skip
+LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#1f2328",
+    "soft": "#5b6470",
+    "line": "#c3c9d1",
+    "blue": "#1d5fd1",
+    "red": "#c4320a",
+    "green": "#1a7f37",
+    "violet": "#7c3aed",
+    "wash-blue": "#dbe8ff",
+    "wash-red": "#ffe2d6",
+    "wash-green": "#d9f5df",
+    "wash-grey": "#eef0f3",
+}
+DARK = {
+    "paper": "#161b22",
+    "ink": "#e6edf3",
+    "soft": "#a4adb8",
+    "line": "#48505a",
+    "blue": "#79b0ff",
+    "red": "#ff9a6b",
+    "green": "#63d47b",
+    "violet": "#c39bff",
+    "wash-blue": "#1c3560",
+    "wash-red": "#5a2a17",
+    "wash-green": "#173f24",
+    "wash-grey": "#252c35",
+}
 
 
 def style() -> str:
@@ -72,9 +96,16 @@ class Picture:
         )
 
     def box(
-        self, x: float, y: float, width: float, height: float, fill: str = "wash-grey", edge: str = "line", radius: float = 4,
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str = "wash-grey",
+        edge: str = "line",
+        radius: float = 4,
         note: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         inside = f"<title>{html.escape(note)}</title>" if note else ""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" rx="{radius}" class="f-{fill}" '
@@ -241,8 +272,13 @@ def ring(folder: Path, language: str) -> None:
     rounds = ring_rounds([[1, 2, 3], [10, 20, 30], [100, 200, 300]])
     p = Picture("Ring all-reduce, round by round", 40 + 122 * len(rounds), language)
     titles = ["before", "round 1: add", "round 2: add", "round 3: copy", "round 4: copy"]
-    notes = ["three processes, three parts each", "each passes one part to the next", "each part is complete somewhere",
-             "complete parts travel on", "everything is everywhere"]  # fmt: skip
+    notes = [
+        "three processes, three parts each",
+        "each passes one part to the next",
+        "each part is complete somewhere",
+        "complete parts travel on",
+        "everything is everywhere",
+    ]
     for number, ((values, changed), title, note) in enumerate(zip(rounds, titles, notes, strict=True)):
         y = 14 + 124 * number
         p.text(16, y + 16, title, "ink", kind="bold")
@@ -395,9 +431,18 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def chart(
-    p: Picture, top: float, height: float, title: str, x_label: str, lines: Sequence[Series], *, log: bool = False,
-    dots: bool = False, y_range: tuple[float, float] | None = None, legend: int = 1,
-) -> None:  # fmt: skip
+    p: Picture,
+    top: float,
+    height: float,
+    title: str,
+    x_label: str,
+    lines: Sequence[Series],
+    *,
+    log: bool = False,
+    dots: bool = False,
+    y_range: tuple[float, float] | None = None,
+    legend: int = 1,
+) -> None:
     """Lines over axes; the labels of the lines stand in `legend` columns under the title."""
     left, right = 58, WIDTH - 16
     p.text(16, top + 18, title, kind="bold")
@@ -457,23 +502,52 @@ def wrong_curves(results: dict[str, Any], folder: Path, language: str) -> None:
     loss, step = "held-out loss, nats per target", "step"
 
     p = Picture("Mean of means: the wrong and the right curve", 300, language)
-    chart(p, 0, 300, loss, step, [
-        ("sum over all targets, divided once", "blue", steps, right["held_out"], ""),
-        ("mean of each micro-batch's mean", "red", steps, results["mean_of_means"]["held_out"], "7 4"),
-    ])  # fmt: skip
+    chart(
+        p,
+        0,
+        300,
+        loss,
+        step,
+        [
+            ("sum over all targets, divided once", "blue", steps, right["held_out"], ""),
+            ("mean of each micro-batch's mean", "red", steps, results["mean_of_means"]["held_out"], "7 4"),
+        ],
+    )
     p.save(folder, "wrong_mean_of_means")
 
     p = Picture("A schedule that advances once per process: the wrong and the right curve", 560, language)
     wrong = results["schedule_per_process"]
-    chart(p, 0, 250, "learning rate", step, [
-        ("one step of the schedule per optimizer step", "blue", steps, right["learning_rate"], ""),
-        ("one step of the schedule per process, 2 processes", "red", steps, wrong["learning_rate"], "7 4"),
-    ])  # fmt: skip
-    chart(p, 260, 300, loss, step, [
-        ("one step of the schedule per optimizer step", "blue", steps, right["held_out"], ""),
-        ("one step of the schedule per process, 2 processes", "red", steps, wrong["held_out"], "7 4"),
-    ])  # fmt: skip
+    chart(
+        p,
+        0,
+        250,
+        "learning rate",
+        step,
+        [
+            ("one step of the schedule per optimizer step", "blue", steps, right["learning_rate"], ""),
+            ("one step of the schedule per process, 2 processes", "red", steps, wrong["learning_rate"], "7 4"),
+        ],
+    )
+    chart(
+        p,
+        260,
+        300,
+        loss,
+        step,
+        [
+            ("one step of the schedule per optimizer step", "blue", steps, right["held_out"], ""),
+            ("one step of the schedule per process, 2 processes", "red", steps, wrong["held_out"], "7 4"),
+        ],
+    )
     p.save(folder, "wrong_schedule")
+
+    wrong_reports(results, folder, language)
+
+
+def wrong_reports(results: dict[str, Any], folder: Path, language: str) -> None:
+    """Charts of the faults in what is evaluated, read again and exported."""
+    right = results["right"]
+    steps, step = list(range(1, len(right["loss"]) + 1)), "step"
 
     p = Picture("Evaluation by batch means: the wrong and the right curve", 340, language)
     by_size = list(zip(*right["by_batch_means"], strict=True))
@@ -493,16 +567,30 @@ def wrong_curves(results: dict[str, Any], folder: Path, language: str) -> None:
             ("no_set_epoch", "no set_epoch: the same order again", "red"),
         )
     ):
-        chart(p, 270 * number, 270, "training loss of each step, 3 epochs", step,
-              [(label, colour, steps[first:], results[name]["loss"][first:], "")], y_range=(1.9, 3.1))  # fmt: skip
+        chart(
+            p,
+            270 * number,
+            270,
+            "training loss of each step, 3 epochs",
+            step,
+            [(label, colour, steps[first:], results[name]["loss"][first:], "")],
+            y_range=(1.9, 3.1),
+        )
     p.save(folder, "wrong_no_set_epoch")
 
     p = Picture("An empty ZeRO-3 export: the wrong and the right curve", 300, language)
     export = results["empty_export"]
-    chart(p, 0, 300, "held-out loss of the exported model", step, [
-        ("weights gathered from all processes", "blue", export["steps"], export["right"], ""),
-        ("state_dict() as it is under ZeRO-3", "red", export["steps"], export["wrong"], "7 4"),
-    ])  # fmt: skip
+    chart(
+        p,
+        0,
+        300,
+        "held-out loss of the exported model",
+        step,
+        [
+            ("weights gathered from all processes", "blue", export["steps"], export["right"], ""),
+            ("state_dict() as it is under ZeRO-3", "red", export["steps"], export["wrong"], "7 4"),
+        ],
+    )
     p.save(folder, "wrong_empty_export")
 
 

@@ -45,9 +45,10 @@ def read_step(run: Path, number: int = 1) -> dict[str, Any]:
         return [
             ((event["ts"] - start) / 1e6, (event["ts"] + event["dur"] - start) / 1e6)
             for event in events
-            if event["name"].startswith(names) and start <= event["ts"] < start + length
+            if event["name"].startswith(names)
+            and start <= event["ts"] < start + length
             and category in (None, event["cat"])
-        ]  # fmt: skip
+        ]
 
     (forward,) = spans("DistributedDataParallel.forward")
     (update,) = spans("Optimizer.step")

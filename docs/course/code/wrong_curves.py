@@ -240,17 +240,25 @@ def print_table(results: dict[str, Any]) -> None:
     print(f"right                  held-out loss {right['held_out'][-1]:.4f} after {STEPS} steps")
     print(f"mean of means          held-out loss {results['mean_of_means']['held_out'][-1]:.4f}")
     wrong = results["schedule_per_process"]
-    print(f"schedule per process   after {middle} steps: rate {wrong['learning_rate'][middle]:.4f} instead of "
-          f"{right['learning_rate'][middle]:.4f}, held-out loss {wrong['held_out'][middle]:.4f} instead of {right['held_out'][middle]:.4f}")  # fmt: skip
+    print(
+        f"schedule per process   after {middle} steps: rate {wrong['learning_rate'][middle]:.4f} instead of "
+        f"{right['learning_rate'][middle]:.4f}, held-out loss {wrong['held_out'][middle]:.4f} instead of {right['held_out'][middle]:.4f}"
+    )
     print(
         f"                       after {STEPS} steps: rate {wrong['learning_rate'][-1]:.4f} instead of {right['learning_rate'][-1]:.4f}"
     )
-    print("evaluation             of the right model by batch means: "
-          + ", ".join(f"{value:.4f} (batches of {size})" for size, value in by_size.items()))  # fmt: skip
-    print(f"no set_epoch           {results['no_set_epoch']['different_batches']} different batches in {STEPS} steps instead of "
-          f"{right['different_batches']}; held-out loss {results['no_set_epoch']['held_out'][-1]:.4f}")  # fmt: skip
-    print(f"empty export           {export['elements'][1]} of {export['elements'][0]} weights exported; held-out loss of the export "
-          f"{export['wrong'][-1]:.4f} instead of {export['right'][-1]:.4f}")  # fmt: skip
+    print(
+        "evaluation             of the right model by batch means: "
+        + ", ".join(f"{value:.4f} (batches of {size})" for size, value in by_size.items())
+    )
+    print(
+        f"no set_epoch           {results['no_set_epoch']['different_batches']} different batches in {STEPS} steps instead of "
+        f"{right['different_batches']}; held-out loss {results['no_set_epoch']['held_out'][-1]:.4f}"
+    )
+    print(
+        f"empty export           {export['elements'][1]} of {export['elements'][0]} weights exported; held-out loss of the export "
+        f"{export['wrong'][-1]:.4f} instead of {export['right'][-1]:.4f}"
+    )
 
 
 if __name__ == "__main__":
