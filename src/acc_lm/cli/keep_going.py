@@ -71,6 +71,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
     output_dir, patience = _what_it_trains(command)
     stopped_by: int | None = None
     running: subprocess.Popen[bytes] | None = None
+    supervision = Supervision(output_dir)
 
     def pass_on(number: int, frame: Any) -> None:
         nonlocal stopped_by
@@ -78,7 +79,6 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
         if running is not None:
             running.send_signal(number)
 
-    supervision = Supervision(output_dir)
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         last, last_step, number, had_folder = "", -1, 0, False
@@ -98,9 +98,7 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
             step = _newest_step(output_dir)
             reason = f" ({summary['reason']})" if summary["reason"] else ""
             ended = f"attempt {number} ended after step {step}: {summary['status']}{reason}"
-            # The file STOP ends the whole run; a time limit ends only one attempt.
-            is_over = summary["status"] not in AGAIN or summary["reason"] == STOPPED_BY_A_PERSON
-            if is_over or stopped_by is not None or number == attempts:
+            if _is_over(summary) or stopped_by is not None or number == attempts:
                 print(ended, file=sys.stderr, flush=True)
                 return int(summary["exit_code"])
             if step == last_step:
@@ -114,6 +112,11 @@ def keep_going(command: Sequence[str], attempts: int | None, pause: float) -> in
         supervision.release()
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
+
+
+def _is_over(summary: dict[str, Any]) -> bool:
+    """Check that a run has ended: the file STOP ends all of it, a time limit only one attempt."""
+    return summary["status"] not in AGAIN or summary["reason"] == STOPPED_BY_A_PERSON
 
 
 def _summary_after(output_dir: Path, before: dict[str, Any], code: int, was_run: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ checks       trial runs before training: causal, and packed rows have the gradie
 losses       logits and cross-entropy in chunks
 attention    masks of rows that hold several documents
 row_parts    rows that several processes share, and attention over them
-vocabulary_parts an embedding and a head whose ids several processes share
+vocabulary_parts  an embedding and a head whose ids several processes share
 vocabulary   rows of the embeddings and the head for new tokens
 adapter      LoRA and QLoRA
 router       load-balancing loss of a mixture of experts

@@ -89,9 +89,7 @@ def _moments(
     counts = probe.parameters
     body = probe.phases(micro_batch_size, checkpointing, compute=placement.compute)
     head = probe.head(micro_batch_size, compute=placement.compute)
-    used: Used = "backward"  # gradients of a block are reduced together, of ZeRO-3 each when it is complete
-    if placement.gathers == "limited":
-        used = "freeing" if counts.total <= KEPT else "sending"
+    used = _used(placement, counts.total)
     block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute, weights=used)
     gathered = _gathered(probe, placement)
     is_cast, is_sharded = placement.compute == "cast", placement.shards_gradients
@@ -101,8 +99,7 @@ def _moments(
     largest = float(counts.head) if head.weight else 0.0  # elements whose gradient is reduced or summed at once
     held = placement.held * counts.trained * (accumulation > 1)
     complete = placement.gradients * counts.trained
-    filled = complete if placement.at_once else 0.0
-    summed = held + filled if placement.apart else max(held, filled)
+    summed = _sums(placement, held, 0.0, complete)
     own = size * counts.trained_of_block  # gradients of a block
     # A shard is added to when a whole gradient has been reduced; other gradients are added to as they are computed.
     work = block - own if held and not is_sharded else block
@@ -145,6 +142,13 @@ def _moments(
         "norm": Moment(state, ending, 0.0, buffers, norm),
         "update": Moment(state, placement.updates * counts.trained, 0.0, buffers, 0.0),
     }
+
+
+def _used(placement: Placement, num_parameters: int) -> Used:
+    """Use of a block's weights and gradients: reduced together at its end; by ZeRO-3 each when it is complete."""
+    if placement.gathers != "limited":
+        return "backward"
+    return "freeing" if num_parameters <= KEPT else "sending"
 
 
 def _sums(placement: Placement, held: float, new: float, complete: float) -> float:
