@@ -58,7 +58,8 @@ def shorten(folder: Path, lines: int = 60) -> None:
 @pytest.mark.slow
 def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> None:
     folder_of_a_learner(tmp_path)
-    found = [command for command in all_commands() if "$(" not in command.text]  # for a shell, in the complete lab
+    # A shell's substitution, and an answer that is that of the larger model, are for the complete lab.
+    found = [command for command in all_commands() if not re.search(r"\$\(|06\.2", command.text)]
     assert len(found) > 15
     printed = {}
     for command in found:
@@ -78,7 +79,7 @@ def test_the_commands_of_the_lab_for_a_few_steps(hub: Path, tmp_path: Path) -> N
         return text
 
     assert '"instruction"' in text_of("head")
-    assert all(text_of("check.py", number).startswith("right: ") for number in ("06.2", "06.3"))
+    assert text_of("check.py", "06.3").startswith("right: ")
     assert "strategy      deepspeed_zero2, 2 processes" in text_of("zero2_offload.yaml", "quickstart")
     assert "strategy      deepspeed_zero3, 2 processes" in text_of("zero3.yaml", "quickstart")
     assert "strategy      deepspeed_zero2, 1 process" in text_of("--num_processes 1", "--dry-run")
