@@ -36,9 +36,12 @@ def sbatch(arguments: list[str], state: Path) -> int:
     state.mkdir(parents=True, exist_ok=True)
     job, turn = str(os.getpid()), 0
     environment = os.environ | {
-        "SLURM_JOB_ID": job, "SLURM_NNODES": options.get("nodes", "1"), "SLURM_JOB_NODELIST": "stand-in",
-        "SLURM_CPUS_ON_NODE": str(os.cpu_count()), "STAND_IN_STATE": str(state),
-    }  # fmt: skip
+        "SLURM_JOB_ID": job,
+        "SLURM_NNODES": options.get("nodes", "1"),
+        "SLURM_JOB_NODELIST": "stand-in",
+        "SLURM_CPUS_ON_NODE": str(os.cpu_count()),
+        "STAND_IN_STATE": str(state),
+    }
     print(f"Submitted batch job {job}", flush=True)
     while True:
         (state / "requeued").unlink(missing_ok=True)
