@@ -150,7 +150,10 @@ def test_new_rows_start_as_transformers_draws_them_from_the_seed(model: str, bas
 
 
 def test_the_number_of_threads_changes_no_row(monkeypatch: pytest.MonkeyPatch, bases: dict[str, Path]) -> None:
-    """A matrix product adds in another order with more threads; the rows are drawn with one."""
+    """A matrix product adds in another order with more threads; the rows are drawn with one.
+
+    In a process of its own: a process that has begun threads can no longer be forked.
+    """
     seen: list[int] = []
     resize = AutoModelForCausalLM.from_pretrained(bases["llama"]).__class__.resize_token_embeddings
 
@@ -158,15 +161,14 @@ def test_the_number_of_threads_changes_no_row(monkeypatch: pytest.MonkeyPatch, b
         seen.append(torch.get_num_threads())
         return resize(self, *arguments, **keywords)
 
+    def build() -> tuple[list[int], int]:
+        torch.set_num_threads(2)
+        build_model(ModelConfig(name_or_path=str(bases["llama"])), tokenizer, LENGTH, 0)
+        return seen, torch.get_num_threads()
+
     monkeypatch.setattr("transformers.PreTrainedModel.resize_token_embeddings", record)
     tokenizer = tokenizer_of(bases["llama"], add_tokens=TOKENS)
-    torch.set_num_threads(2)
-    try:
-        build_model(ModelConfig(name_or_path=str(bases["llama"])), tokenizer, LENGTH, 0)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-    assert seen == [1]
+    assert run_everywhere(build) == [([1], 2)]
 
 
 def test_rows_that_a_model_has_to_spare_are_used_as_they_are(tmp_path: Path, bases: dict[str, Path]) -> None:

@@ -89,7 +89,13 @@ QUICK = [case for case in CASES if case.model in ("quickstart", "8B", "70B")]
 """Cases of models that other tests here measure, too, and of a small one."""
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.model}-{case.gpus}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{case.model}-{case.gpus}", marks=pytest.mark.slow if case.model == "70B" else [])
+        for case in QUICK
+    ],
+)
 def test_the_recommendation_is_an_experts(case: Case) -> None:
     is_as_in_the_table(case)
 

@@ -55,8 +55,18 @@ def placed(name: str, num_processes: int, config: Config) -> Any:
     return placement_of(ROOT / f"accelerate_configs/{name}.yaml", num_processes, 1, config)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("checkpointing", SWITCH)
+def one_process() -> list[Any]:
+    """All models with all checkpointing; in `make test` every model once, and a Llama with all."""
+    return [
+        pytest.param(
+            checkpointing, model, marks=[] if model == "llama" or checkpointing == "full" else pytest.mark.slow
+        )
+        for checkpointing in SWITCH
+        for model in MODELS
+    ]
+
+
+@pytest.mark.parametrize(("checkpointing", "model"), one_process())
 def test_one_process_needs_what_a_whole_run_on_fake_tensors_holds(model: str, checkpointing: Checkpointing) -> None:
     config = config_of(MODELS[model])
     probe = Probe(config, 0)
@@ -85,7 +95,14 @@ def test_one_process_needs_what_a_real_run_holds(precision: str) -> None:
         assert abs(found.tensors / real - 1) < 0.02, checkpointing
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT2, WIDE], ids=["llama", "gpt2", "wide"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
+        pytest.param(GPT2, id="gpt2"),
+        pytest.param(WIDE, id="wide", marks=pytest.mark.slow),
+    ],
+)
 def test_shards_need_what_real_sharding_on_a_fake_process_group_holds(shape: dict[str, Any]) -> None:
     config = config_of(shape, length=512)
     cases = [(name, checkpointing) for name in ("fsdp2", "fsdp2_grad_op") for checkpointing in SWITCH]
