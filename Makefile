@@ -13,8 +13,8 @@ train: .venv/installed  ## install, then train recipes/quickstart.yaml on whatev
 test: .venv/installed  ## install, then run the tests that are not slow
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-# A worker that has nothing left to do takes tests from the other. tests/more.txt names what is left to test-more.
-test-more: .venv/installed  ## the tests that tests/more.txt leaves out of make test
+# A worker that has nothing left to do takes tests from the other. tests/deferred.txt names what is left to test-more.
+test-more: .venv/installed  ## the tests that tests/deferred.txt leaves out of make test
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "more and not slow and not lm_eval and not serve"
 
 test-all: .venv/installed  ## the slow ones too

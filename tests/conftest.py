@@ -50,12 +50,12 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that tests/more.txt names, with `slow` where a line begins so, else with `more`.
+    """Mark the tests that tests/deferred.txt names, with `slow` where a line begins so, else with `more`.
 
     A line that names no test is an error wherever its file was collected.
     """
     folder = processes.ROOT / "tests"
-    lines = [line for line in (folder / "more.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in (folder / "deferred.txt").read_text().splitlines() if not line.startswith("#")]
     ids = {item: f"{item.path.relative_to(folder)}::{item.name}" for item in items if item.path.is_relative_to(folder)}
     for words in lines:
         marker, line = ("slow", words.removeprefix("slow ")) if words.startswith("slow ") else ("more", words)
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(marker)
         is_collected = any(name.startswith(line.partition("::")[0]) for name in ids.values())
         if not named and is_collected and not any("::" in argument for argument in config.args):
-            raise pytest.UsageError(f"tests/more.txt names no test: {line}")
+            raise pytest.UsageError(f"tests/deferred.txt names no test: {line}")
 
 
 @pytest.fixture(scope="session", autouse=True)

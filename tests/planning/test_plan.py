@@ -237,8 +237,9 @@ def test_rows_are_shared_where_complete_ones_are_too_few_or_do_not_fit(capsys: p
     [
         (["--gpus", "8xH10O"], "nearest: 8xH100", 2),
         (["--gpus", "0xH100"], "positive number", 2),
+        (["--gpus=-1xH100"], "positive number", 2),
+        (["--gpus", "8×H100", "--config", "fsdp3"], "nearest: fsdp2", 2),
         (["--gpus", "7xH100"], "training.global_batch_size must be a multiple of the 7 GPUs, got 128", 2),
-        (["--gpus", "8xH100", "--config", "fsdp3"], "nearest: fsdp2", 2),
         (["--gpus", "8xH100", "--config", "cpu"], "got cpu: for a machine without GPUs", 2),
         (["--gpus", "2xH100", "--config", "single_gpu"], "got single_gpu, which uses 1 of 2", 2),
         (["--gpus", "1xH100", "--config", "ddp_sequence"], "got ddp_sequence, whose processes share rows", 2),

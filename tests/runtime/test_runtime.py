@@ -489,13 +489,21 @@ def test_a_port_in_use_is_one_line_with_its_owner(config: str, tiny: list[str], 
     assert "Traceback" not in finished.output
 
 
-def test_a_rendezvous_that_does_not_answer_is_one_line(tiny: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (1, "the rendezvous at 127.0.0.1:{port} must be reachable, got no answer; check main_process_ip"),
+        (0, "all 2 processes must come to the rendezvous at 127.0.0.1:{port}, got 1; start the launch on every machine"),
+    ],
+    ids=["the first is missing", "the second is missing"],
+)
+def test_a_rendezvous_that_a_process_misses_is_one_line(rank: int, expected: str, tiny: list[str]) -> None:
     port = int(free_port())
     finished = run_training(
-        [*tiny, *NOTHING_TO_LOAD, "distributed.timeout_seconds=2"], environment=torchrun_variables(1, 2, port), timeout=60, expect=4
+        [*tiny, *NOTHING_TO_LOAD, "distributed.timeout_seconds=2"], environment=torchrun_variables(rank, 2, port), timeout=60, expect=4
     )  # fmt: skip
     line = finished.errors[-1]
-    assert f"the rendezvous at 127.0.0.1:{port} must be reachable, got no answer; check main_process_ip" in line
+    assert expected.format(port=port) in line
     assert "Traceback" not in finished.output
 
 

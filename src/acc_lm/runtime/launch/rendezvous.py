@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch.distributed as dist
 
@@ -44,8 +45,13 @@ def _free_port() -> int:
 
 
 def explain_failure(error: str) -> str:
-    """Error line for a rendezvous that failed: nothing answers, or another process owns the port."""
+    """Error line for a rendezvous that failed: processes are missing, nothing answers, or another process owns the port."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if missing := re.search(r"(\d+)/(\d+) clients joined", error):
+        return (
+            f"all {missing[2]} processes must come to the rendezvous at {address}, got {missing[1]}; start the launch on every "
+            "machine, and check that the firewall lets them reach this port"
+        )
     if "EADDRINUSE" not in error and "in use" not in error:
         return (
             f"the rendezvous at {address} must be reachable, got no answer; check main_process_ip, main_process_port and "
