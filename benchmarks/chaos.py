@@ -262,8 +262,10 @@ def write(page: Path, lines: list[str], some: dict[str, str] | None, matrix: lis
             start = next(index for index, line in enumerate(lines) if line.startswith(matrix[1][:40]))
             ends = [index for index, line in enumerate(lines) if index > start + 1 and not line.startswith("|")]
             lines[start - 1 : min(ends, default=len(lines))] = matrix
-        lines.append(f"\nMeasured again later, {', '.join(some)}: {machine_line()}")
-    replace_block(page, "chaos", "\n".join(lines))
+        again = f"Measured again later, {', '.join(some)}: "
+        lines = [line for line in lines if not line.startswith(again)]
+        lines += ["", again + machine_line()]
+    replace_block(page, "chaos", re.sub(r"\n{3,}", "\n\n", "\n".join(lines)))
 
 
 if __name__ == "__main__":
