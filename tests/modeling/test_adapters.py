@@ -532,6 +532,17 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
 }  # fmt: skip
 
 
+def test_an_adapter_without_its_kind_is_refused() -> None:
+    """Forgotten, the kind would be none, and the run would train the entire model."""
+    for key, value in ("rank", 8), ("target_modules", ["q_proj"]), ("use_dora", True):
+        with pytest.raises(ValueError, match=f"kind must be set with {key}"):
+            AdapterConfig.model_validate({key: value})
+    assert AdapterConfig.model_validate({"kind": "none", "rank": 8}).kind == "none", (
+        "an override of a recipe with an adapter"
+    )
+    assert AdapterConfig.model_validate({"rank": 16}).kind == "none", "its default"
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_each_refusal_is_one_line(what: str, recipe: list[str], tmp_path: Path) -> None:
     overrides, code, says = REFUSED[what]

@@ -187,6 +187,31 @@ def test_pins_choose_one_config_and_micro_batch(
     assert by_kind["no"] > by_kind["selective"] > by_kind["full"]
 
 
+def test_a_command_for_several_machines_says_how_many_copies_and_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ["training.global_batch_size=64", "training.micro_batch_size=1", "--config", "multi_node_hsdp"]
+    assert main(["plan", "quickstart", "--gpus", "32xH100", *pins]) == 0
+    (command,) = (line for line in capsys.readouterr().out.splitlines() if "accelerate launch" in line)
+    assert "--num_processes 32 --num_machines 4 --machine_rank RANK --main_process_ip HOST " in command
+    assert "--parallelism_config_dp_replicate_size 4 --parallelism_config_dp_shard_size 8 " in command
+
+
+def test_a_model_without_published_runs_has_memory_and_the_reason_for_no_speed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pins = ["training.micro_batch_size=1", "--config", "single_gpu", "--gpus", "T4"]
+    experts = "model.config={model_type: mixtral, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 2}"  # fmt: skip
+    for words, reason in ([], None), ([experts, "training.mixed_precision=bf16"], "experts"):
+        code, found = planned(["quickstart", *pins, *words], capsys)
+        assert code == 0
+        assert found["recommended"]["memory_gib"]["tensors"] > 0
+        if reason is None:
+            assert found["speed_not_modelled"] is None
+            assert found["recommended"]["tokens_per_second"] is not None
+        else:
+            assert reason in found["speed_not_modelled"]
+            assert found["recommended"]["tokens_per_second"] is None
+
+
 def test_nothing_fits_is_exit_4_with_ways_out(
     recipes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

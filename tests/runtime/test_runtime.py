@@ -493,7 +493,10 @@ def test_a_port_in_use_is_one_line_with_its_owner(config: str, tiny: list[str], 
     ("rank", "expected"),
     [
         (1, "the rendezvous at 127.0.0.1:{port} must be reachable, got no answer; check main_process_ip"),
-        (0, "all 2 processes must come to the rendezvous at 127.0.0.1:{port}, got 1; start the launch on every machine"),
+        (
+            0,
+            "all 2 processes must come to the rendezvous at 127.0.0.1:{port}, got 1; start the launch on every machine",
+        ),
     ],
     ids=["the first is missing", "the second is missing"],
 )

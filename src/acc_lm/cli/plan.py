@@ -140,7 +140,7 @@ def _plan(known: argparse.Namespace, config: Config, recipe: str | None, file: s
     values = {
         "rows": [each.as_json(found.num_tokens, gpu) for each in shown],
         "recommended": best and best.as_json(found.num_tokens, gpu),
-        "speed_not_modelled": probe.no_speed,
+        "speed_not_modelled": probe.no_speed or None,
     }
     if not known.json:
         _print_table(config, probe, machine, found, shown, known.price)

@@ -87,6 +87,14 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _belongs_to_an_adapter(self) -> AdapterConfig:
+        if "kind" not in self.model_fields_set:  # a kind that was forgotten would train the entire model
+            for name, field in type(self).model_fields.items():
+                value = getattr(self, name)
+                if value != field.default:
+                    shown = list(value) if isinstance(value, tuple) else value
+                    raise ValueError(
+                        f"kind must be set with {name}, got {shown} without it; set adapter.kind to lora, or leave {name} out"
+                    )
         if self.also_train and self.kind == "none":
             raise ValueError(
                 f"also_train must be empty without an adapter, which trains all modules, got {list(self.also_train)}; "
