@@ -6,8 +6,10 @@ import functools
 import importlib
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are forked from this one
@@ -176,3 +178,18 @@ def the_environment_is_restored() -> Iterator[None]:
             del os.environ[name]
         elif os.environ.get(name) != before[name]:
             os.environ[name] = before[name]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, for pages that are looked at."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed; pip install -e '.[site-test]'"
+    )
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine; on Debian: apt install chromium fonts-noto-cjk")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import threading
@@ -148,20 +147,6 @@ def address(site: tuple[Path, str]) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser(address: str) -> Iterator[Any]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed; pip install -e '.[site-test]'"
-    )
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium on this machine; on Debian: apt install chromium fonts-noto-cjk")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 VIEWS = {

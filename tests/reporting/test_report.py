@@ -87,7 +87,12 @@ def write_run(
         "sources": {"prose": {"tokens": 1, "passes": 0.5}},
     }  # fmt: skip
     (folder / SUMMARY).write_text(json.dumps(summary))
-    keys = {"seed": 1, "training": {"max_steps": num_steps, "log_every": 1}, "optimizer": {"name": "adamw"}} | recipe
+    keys = {
+        "seed": 1,
+        "training": {"max_steps": num_steps, "log_every": 1},
+        "optimizer": {"name": "adamw"},
+        "data": {"mixture": [{"weight": 3, "files": []}]},
+    } | recipe
     (folder / RECIPE).write_text(json.dumps(keys))  # YAML, too
     samples = [{"step": step, "prompt": "Once", "text": f" upon {step}"} for step in (20, 40, 60)]
     (folder / SAMPLES).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -165,6 +170,8 @@ def test_a_page_shows_everything_that_a_run_wrote(tmp_path: Path) -> None:
     assert "from /elsewhere/step-00000040, checked in 0.1 s before it was loaded" in text["Proof"]
     assert "fsdp2 x2 FSDPLlamaForCausalLM" in text["Proof"], "the parity table in the run's folder"
     assert "training.log_every 1 10" in text["Recipe"]
+    assert "data.mixture.0.weight 3 null" in text["Recipe"].partition("all ")[0]
+    assert "data.mixture.0.files" not in text["Recipe"].partition("all ")[0], "the default of a source's key"
     assert "optimizer.name adamw" not in text["Recipe"].partition("all ")[0], "a default is no change"
     assert "torch 2.0" in text["Environment"]
     assert "left out" not in str(text)
@@ -472,6 +479,28 @@ def test_two_runs_that_differ_by_rounding_are_the_same_run(tmp_path: Path, capsy
     assert set(marks) == {(PALETTE[0], "a resumed on ddp x2"), (PALETTE[1], "b resumed on ddp x2")}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_runs_with_long_names_within_its_width(browser: Any, width: int, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{letter * 60}_of_a_run", name=f"{letter}_set" * 12) for letter in "ab"]
+    pages = [tmp_path / "one.html", tmp_path / "two.html"]
+    assert main(["report", str(runs[0]), "--output", str(pages[0])]) == 0
+    assert main(["report", *map(str, runs), "--output", str(pages[1])]) == 0
+    problems: list[str] = []
+    requests: list[str] = []
+    for page in pages:
+        view = browser.new_page(viewport={"width": width, "height": 844})
+        view.on("console", lambda message: problems.append(message.text))
+        view.on("pageerror", lambda error: problems.append(str(error)))
+        view.on("request", lambda request: requests.append(request.url))
+        view.goto(page.as_uri())
+        assert view.evaluate("document.documentElement.scrollWidth") <= width, page.name
+        assert view.evaluate("document.querySelectorAll('figure svg').length") >= 8
+        view.close()
+    assert problems == []
+    assert requests == [page.as_uri() for page in pages]
+
+
 def later(step: int) -> float:
     return loss_at(step) + 0.01 * (step > 40)
 
@@ -480,7 +509,12 @@ def later(step: int) -> float:
     ("recipe", "environment", "summary", "reason"),
     [
         ({"seed": 2}, {}, {}, "other seed, which draws the initial weights and the data order"),
-        ({"data": {"shuffle": False}}, {}, {}, "other data order (data.shuffle)"),
+        (
+            {"data": {"shuffle": False, "mixture": [{"weight": 3, "files": []}]}},
+            {},
+            {},
+            "other data order (data.shuffle)",
+        ),
         ({}, {}, {"ledger": "00" * 16}, "other data order (the ledgers of step 60 differ)"),
         ({}, {"text_key": "other"}, {"ledger": "00" * 16}, "other text"),
         ({"optimizer": {"name": "adamw", "learning_rate": 0.5}}, {}, {}, "other recipe (optimizer.learning_rate)"),

@@ -14,9 +14,9 @@ PAGE_STYLE = """
 * { box-sizing: border-box; }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 82rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.35rem; margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line); }
+h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 p { margin: .4rem 0; overflow-wrap: anywhere; } .bad { color: var(--bad); font-weight: 600; }
-nav { font-size: 13px; margin-bottom: .8rem; display: flex; flex-wrap: wrap; gap: .2rem .8rem; }
+nav { font-size: 13px; margin-bottom: .8rem; display: flex; flex-wrap: wrap; gap: .2rem .8rem; } nav a { min-width: 0; overflow-wrap: anywhere; }
 .pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .5rem; margin: 0; }
 .pairs div { background: var(--soft); border-radius: 6px; padding: .35rem .6rem; }
 dt { font-size: 12px; opacity: .75; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
@@ -28,7 +28,7 @@ svg text.star { font-size: 16px; text-anchor: middle; fill: #2f9e55; } svg .note
 .grid { stroke: var(--line); stroke-width: .5; } .axis { stroke: currentColor; stroke-width: 1; }
 .line { fill: none; stroke-width: 1.8; } .faint { fill: none; stroke-width: 1; opacity: .38; }
 .level { stroke: currentColor; stroke-width: 1; } .mark { stroke: currentColor; stroke-dasharray: 2 3; }
-.legend span { margin-right: .8rem; white-space: nowrap; } .legend i { display: inline-block; width: 1.1em; height: 3px; vertical-align: middle; margin-right: .3em; }
+.legend span { display: inline-block; margin-right: .8rem; overflow-wrap: anywhere; } .legend i { display: inline-block; width: 1.1em; height: 3px; vertical-align: middle; margin-right: .3em; }
 .value { font: 12px ui-monospace, monospace; min-height: 1.3em; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
 td, th { text-align: left; vertical-align: top; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--soft); overflow-wrap: break-word; max-width: 30rem; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -352,7 +353,7 @@ def keys_of(record: RunRecord) -> list[Part]:
     defaults = {key: default for key, _, default, _ in describe_keys()}
     rows = []
     for key, value in record.recipe.items():
-        default = defaults.get(key, "")
+        default = defaults.get(re.sub(r"\.\d+\.", "[].", key), "")  # keys of a list's sections
         if (
             value_text(value) != default
             and not (value == [] and default in ("[]", ""))
