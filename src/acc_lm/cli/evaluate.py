@@ -250,7 +250,7 @@ def _run(request: Request, config: Config, run: Path | None) -> tuple[dict[str, 
     model = build_scored_model(accelerator, config.model, tokenizer, config.data.sequence_length, text.packs)
     model, optimizer = runtime.prepare(accelerator, model, build_optimizer(model, config.optimizer))
     identity = runtime.identify(accelerator, model, optimizer, config)
-    share = math.ceil(len(text.rows) / accelerator.num_processes)
+    share = math.ceil(len(text.rows) / runtime.readers_of_whole_rows(accelerator)[1])
     with bar("score", share, "row") as shown:
         scores = score(accelerator, model, text, config.training.micro_batch_size, shown.update)
     figures = _figures(request, config, run, text, scores, identity)

@@ -33,7 +33,7 @@ from acc_lm.rows.batch import IGNORE_INDEX, Batch, ScoredRows, to_device
 from acc_lm.rows.loader import build_loader, evaluation_batches
 from acc_lm.rows.packing import PackedRows, one_per_row, pack
 from acc_lm.rows.text_rows import Rows
-from acc_lm.runtime import initialise_once, release_gathered
+from acc_lm.runtime import initialise_once, readers_of_whole_rows, release_gathered, repeats_losses
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Document, Skipped, kind_of
 from acc_lm.text.splitting import split_documents
@@ -288,11 +288,12 @@ def score(
         progress: called with the rows of each batch of this process.
     """
     rows, device = text.rows, accelerator.device
+    reader, num_readers = readers_of_whole_rows(accelerator)
     batches = evaluation_batches(
         len(rows),
         batch_size=batch_size,
-        process=accelerator.process_index,
-        num_processes=accelerator.num_processes,
+        process=reader,
+        num_processes=num_readers,
         lengths=rows.padded_lengths,
     )
     sums = torch.zeros(3, len(text.places), dtype=torch.float64)
@@ -309,6 +310,8 @@ def score(
                 progress(int((row_numbers >= 0).sum()))
     finally:
         release_gathered(model)
+    if repeats_losses(accelerator):
+        sums.zero_()
     dtype = torch.float32 if device.type == "mps" else torch.float64
     nll, num_targets, num_correct = accelerator.reduce(sums.to(device, dtype), reduction="sum").cpu().numpy()
     return Scores(nll.astype(np.float64), num_targets.astype(np.int64), num_correct.astype(np.int64), text.num_bytes)

@@ -76,7 +76,7 @@ from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import shareable_config, without_launch
-from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, repeats_losses
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, readers_of_whole_rows, repeats_losses
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
 __all__ = [
@@ -150,6 +150,7 @@ __all__ = [
     "publish_weights",
     "quiet_libraries",
     "readers",
+    "readers_of_whole_rows",
     "received_over_tcp",
     "rectangles",
     "refusal",

@@ -99,6 +99,12 @@ def readers(accelerator: Accelerator) -> tuple[int, int]:
     return accelerator.process_index // size, accelerator.num_processes // size
 
 
+def readers_of_whole_rows(accelerator: Accelerator) -> tuple[int, int]:
+    """The same, where rows are not divided: only processes that share layers read the same rows."""
+    size = parts_of_layers()
+    return accelerator.process_index // size, accelerator.num_processes // size
+
+
 def repeats_losses(accelerator: Accelerator) -> bool:
     """True if an earlier process computes the same losses as this one, because they share layers but not rows."""
     return bool(accelerator.process_index % parts_of_layers())
