@@ -92,6 +92,7 @@ bench-gpu: .venv/installed  ## the same on a GPU, in three parts
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	test -d .venv || $(PYTHON) -m venv .venv
+	@echo 'installing into .venv, which takes some minutes and prints nothing'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]'
 	touch $@
 

@@ -80,11 +80,11 @@ def test_lab_04(tmp_path: Path) -> None:
         "spike_step",
         r"slurm\.py",
         r"04\.2",
-        "output_dir=runs/course/(bf16|recomputed)",
+        "output_dir=runs/course/(rounded|recomputed)",
         "gradient_checkpointing=.* output_dir=runs/course/dry",
     )
     changes = SHORTER | {
-        " runs/course/bf16 runs/course/recomputed": "",
+        " runs/course/rounded runs/course/recomputed": "",
         "checkpoint.every=20": "checkpoint.every=2",
         "step-00000040": "step-00000002",
     }

@@ -136,8 +136,25 @@ def test_answers_from_runs_are_those_of_the_runs(
     assert compare.main(["runs/course/one", "runs/course/no-sum"]) == 0
     assert "no-sum               2     2.1000  5.0e-02" in capsys.readouterr().out
     assert compare.main(["runs/course/one"]) == compare.main(["runs/course/one", "nowhere"]) == 2
+    assert "warning: " not in capsys.readouterr().err
+    with (tmp_path / "runs/course/one/metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": 3, "train/loss": 2.0}) + "\n")
+    assert compare.main(["runs/course/one", "runs/course/no-sum"]) == 0
+    assert "no-sum ends at step 2, runs/course/one at step 3" in capsys.readouterr().err
+    for exercise, section in ("04.2", 6), ("04.3", 5), ("06.2", 7), ("07.1", 1):
+        assert check.main([exercise, "383"]) == 2
+        assert f"run the commands of section {section} first" in capsys.readouterr().err
+    for name, reason, code in (
+        ("alone", "all 2 processes must come to the rendezvous", 1),
+        ("many", "must not start more", 0),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(
+            json.dumps({"status": "environment_error", "exit_code": 4, "reason": reason})
+        )
+        assert check.main(["01.3", name]) == code
 
-    profile = tmp_path / "runs/course/base/profile"
+    profile = tmp_path / "runs/course/profiled/profile"
     profile.mkdir(parents=True)
     (profile / "summary.txt").write_text(
         "  mean   share\n\ncompute   80.0   80.0%   1\ncommunication  10.0   10.5%  1\nwaiting for others  5.0   4.5%  1\n"

@@ -156,7 +156,7 @@ def test_the_table_says_what_to_take_and_why(recipes: dict[str, list[str]], caps
     lines = capsys.readouterr().out.splitlines()
     (taken,) = (line for line in lines if line.startswith("*"))
     assert taken.split()[1] == "fsdp2"
-    assert any(line.startswith("  ddp ") and "does not fit: weights and moments" in line for line in lines)
+    assert any(line.startswith("  ddp ") and "does not fit: weights, moments and buckets" in line for line in lines)
     assert sum(line.startswith("  not ") for line in lines) == 2
     (command,) = (line for line in lines if "accelerate launch" in line)
     assert "--num_processes 8" in command

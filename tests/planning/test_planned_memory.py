@@ -202,7 +202,7 @@ def test_an_adapter_has_state_for_its_own_weights_only(tmp_path: Path) -> None:
     single = placed("single_gpu", 1, whole)
     full, adapted = (memory_of(probe, single, 1, 1, "no") for probe in probes)
     expected = 4 * probes[1].parameters.total + 8 * probes[1].parameters.trained
-    assert adapted.parts["weights and moments"] == expected < 0.5 * full.parts["weights and moments"]
+    assert adapted.parts["weights, moments and buckets"] == expected < 0.5 * full.parts["weights, moments and buckets"]
     quantized = config_of(LLAMA, model=model, adapter={"kind": "lora", "quantize_base": "nf4"})
     with pytest.raises(ConfigError, match=r"adapter.quantize_base must be none"):
         Probe(quantized, 0)

@@ -126,7 +126,7 @@ def test_a_plan_is_what_a_real_step_holds_and_sends(
     plan = memory_of(probe, placement, rows, ACCUMULATION, kind)
     host = plan.host / count  # in a rehearsal that is the same memory
     most, between = max(each["most"] for each in real), max(each["between"] for each in real)
-    state = plan.parts["weights and moments"] + host
+    state = plan.parts["weights, moments and buckets"] + host
     state += placement.buffers * (placement.gathers == "limited")  # there from the start
     found = (plan.tensors + host) / most, state / between
     shape = shape_of(probe)

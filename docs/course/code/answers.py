@@ -49,6 +49,15 @@ def run(folder: str) -> Path:
     return path
 
 
+def needed(folder: Path, section: int) -> Path:
+    """The folder of a run that an exercise needs besides the answer, trained in a section of the lab."""
+    if not (folder / "summary.json").is_file():
+        raise BadAnswer(
+            f"{folder} must be there to check this answer, got nothing; run the commands of section {section} first"
+        )
+    return run(str(folder))
+
+
 def summary(run_folder: Path) -> dict[str, Any]:
     return _json(run_folder / "summary.json")
 

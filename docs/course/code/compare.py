@@ -24,6 +24,13 @@ def main(folders: list[str]) -> int:
             print(f"error: RUN must be the folder of a run, got {folder}; give its output_dir", file=sys.stderr)
             return 2
         curves.append(curve(Path(folder)))
+    ends = [max(losses) for losses in curves]
+    for folder, end in zip(folders, ends, strict=True):
+        if end != ends[0]:
+            print(
+                f"warning: {folder} ends at step {end}, {folders[0]} at step {ends[0]}; is it of another recipe?",
+                file=sys.stderr,
+            )
     width = max(map(len, folders))
     print(f"{'run':{width}}  steps compared  last loss  largest relative difference")
     for folder, losses in zip(folders, curves, strict=True):

@@ -48,7 +48,7 @@ def exercise_2(answer: str) -> str:
 
 
 def exercise_3(answer: str) -> str:
-    """Make a launch end with exit code 4: ask for something that this machine cannot do. Answer: its output_dir."""
+    """Make a launch end with exit code 4: ask for something that this machine cannot do, other than in section 5. Answer: its output_dir."""
     if not Path(answer, "summary.json").is_file():
         raise BadAnswer(f"the answer must be the folder of a run with summary.json, got {answer}; give its output_dir")
     found = summary(Path(answer))
@@ -56,4 +56,6 @@ def exercise_3(answer: str) -> str:
         raise NotYet(
             f"it ended with {found['exit_code']} ({found['status']}); 4 means that the recipe is right and the machine is not"
         )
+    if "rendezvous" in str(found["reason"]):
+        raise NotYet("that is section 5, where a process is missing; find another cause")
     return str(found["reason"])

@@ -5,26 +5,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from answers import BadAnswer, NotYet, curve, largest_difference, number, recipe, run
+from answers import BadAnswer, NotYet, curve, largest_difference, needed, number, recipe, run
 
-BASE = Path("runs/course/base")
+BASE, PROFILED = Path("runs/course/base"), Path("runs/course/profiled")
 
 
 def exercise_1(answer: str) -> str:
-    """Which share of a step of runs/course/base, in percent, do communication and waiting take together?"""
-    shares = shares_of(BASE)
+    """Which share of a step of runs/course/profiled, in percent, do communication and waiting take together?"""
+    shares = shares_of(PROFILED)
     share, value = shares["communication"] + shares["waiting for others"], number(answer)
     if abs(value - share) <= 0.2:
         return f"{share:.1f} %: faster communication, of any kind, cannot save more"
     if abs(value / 100 - share) <= 0.2 or abs(value * 100 - share) <= 0.2:
         raise NotYet("the number is right, but the answer is in percent")
-    raise NotYet(f"add up two lines of the column `share` in {BASE}/profile/summary.txt")
+    raise NotYet(f"add up two lines of the column `share` in {PROFILED}/profile/summary.txt")
 
 
 def exercise_2(answer: str) -> str:
     """Combine two settings that lower the memory of the activations and leave the losses of runs/course/base as they are.
     Answer: the folder of the run."""
-    found, base = recipe(run(answer)), recipe(run(str(BASE)))
+    found, base = recipe(run(answer)), recipe(needed(BASE, 1))
     missing = []
     if not found["model"]["gradient_checkpointing"]:
         missing.append("one recomputes activations instead of keeping them")
@@ -38,8 +38,8 @@ def exercise_2(answer: str) -> str:
 
 
 def exercise_3(answer: str) -> str:
-    """If the compute of runs/course/base took half as long and all other parts the same: how many times as fast would a step be?"""
-    share, value = shares_of(BASE)["compute"] / 100, number(answer)
+    """If the compute of runs/course/profiled took half as long and all other parts the same: how many times as fast would a step be?"""
+    share, value = shares_of(PROFILED)["compute"] / 100, number(answer)
     speed_up = 1 / (1 - share / 2)
     if abs(value - speed_up) <= 0.02 * speed_up:
         return f"1 / (1 - {share:.3f} / 2) = {speed_up:.2f}; only if compute were everything would it be 2"

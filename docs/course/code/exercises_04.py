@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from answers import BadAnswer, NotYet, curve, environment, run, summary, whole_number
+from answers import BadAnswer, NotYet, curve, environment, needed, run, summary, whole_number
 
 WHOLE, NETWORKS, SPIKE = (Path("runs/course", name) for name in ("whole", "machines", "spike"))
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
@@ -12,7 +12,7 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 def exercise_1(answer: str) -> str:
     """Kill a run at least twice and let it finish: at least three starts, and the curve of runs/course/whole, bit for bit. Answer: its folder."""
-    folder, whole = run(answer), run(str(WHOLE))
+    folder, whole = run(answer), needed(WHOLE, 1)
     starts = environment(folder)["starts"]
     if len(starts) < 3:
         raise NotYet(f"{answer} has {len(starts)} starts: kill it after a checkpoint, and run the same command again")
@@ -27,7 +27,7 @@ def exercise_1(answer: str) -> str:
 
 def exercise_2(answer: str) -> str:
     """Bytes of gradient that machine 0 sends to machine 1 in all steps of a run on two machines with a process each, in a ring."""
-    folder = run(str(NETWORKS))
+    folder = needed(NETWORKS, 6)
     found, num_steps = environment(folder), summary(folder)["num_steps"]
     processes, gradient = found["num_processes"], 4 * found["num_parameters"]
     sent = 2 * (processes - 1) * gradient * num_steps // processes
@@ -57,7 +57,7 @@ def spoilt_rows() -> list[int]:
     from acc_lm.config.loading import load_config
     from acc_lm.data import build_data
 
-    config = load_config(run(str(SPIKE)) / "config.yaml")
+    config = load_config(needed(SPIKE, 5) / "config.yaml")
     if not all(Path(file).is_file() for file in config.data.files):
         raise BadAnswer(f"the text of {SPIKE} must be there, got nothing at its place; run section 5 again")
     data = build_data(config.data, config.tokenizer, None, config.seed, config.training.global_batch_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from answers import BadAnswer, NotYet, curve, number, recipe, run, whole_number
+from answers import BadAnswer, NotYet, curve, needed, number, recipe, run, whole_number
 
 LAB, LORA = Path("runs/lab"), Path("runs/lab-lora")
 RANK = 4
@@ -13,7 +13,7 @@ RANK = 4
 
 def exercise_1(answer: str) -> str:
     """Share of the ids of the training rows that are targets, in percent."""
-    targets, ids = learned(run(str(LAB)))
+    targets, ids = learned(needed(LAB, 5))
     value, share = number(answer), 100 * targets / ids
     if abs(value - share) <= 0.5:
         return f"{targets:,} of {ids:,} ids, {share:.1f} %; the model reads the others and is not trained to write them"
@@ -36,7 +36,7 @@ def exercise_2(answer: str) -> str:
     """Number of parameters that a LoRA of rank 4 trains on the model of this lab."""
     from safetensors import safe_open
 
-    rank = recipe(run(str(LORA)))["adapter"]["rank"]
+    rank = recipe(needed(LORA, 7))["adapter"]["rank"]
     with safe_open(LORA / "final/adapter_model.safetensors", "pt") as file:
         trained = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118, it is no mapping
     match whole_number(answer):
@@ -51,7 +51,7 @@ def exercise_2(answer: str) -> str:
 
 def exercise_3(answer: str) -> str:
     """Fine-tune on the lab's data with data.train_on=all. Answer: the folder of the run."""
-    folder, reference = run(answer), run(str(LAB))
+    folder, reference = run(answer), needed(LAB, 5)
     if recipe(folder)["data"]["train_on"] != "all":
         raise NotYet(f"{answer} was trained with another data.train_on")
     (targets, ids), (answers, _) = learned(folder), learned(reference)

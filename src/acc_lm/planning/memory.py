@@ -57,7 +57,7 @@ def memory_of(
         found.total * ALLOCATOR_LOW + context,
         found.total * ALLOCATOR_HIGH + context,
         {
-            "weights and moments": found.state,
+            "weights, moments and buckets": found.state,
             "gradients": found.gradients,
             "activations": found.activations,
             "gathered weights and buffers": found.gathered,

@@ -273,7 +273,7 @@ def _recommendation(each: PlannedNumber, planned: Planned) -> list[Part]:
 def _parts_of(each: Candidate, total: int) -> dict[str, float]:
     """Bytes of the tensors by the names of MEMORY_PARTS, for a model of `total` weights."""
     parts = dict(each.memory.parts)
-    state = parts.pop("weights and moments")
+    state = parts.pop("weights, moments and buckets")
     weights = each.placement.weights * total
     sizes = [weights, state - weights, *(parts[name] for name in ("gradients", "gathered weights and buffers"))]
     return dict(zip(MEMORY_PARTS, [*sizes, parts["activations"], parts["at work"]], strict=True))
