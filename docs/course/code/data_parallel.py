@@ -5,12 +5,13 @@ python docs/course/code/data_parallel.py
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,12 @@ def loss_of(outputs: Tensor, rows: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, rows.flip(1))
 
 
+@cache
+def shells(model: nn.Module) -> list[nn.Module]:
+    """A module for each worker, built once: functional_call swaps the parameters of a module, which two threads must not share."""
+    return [copy.deepcopy(model) for _ in range(WORKERS)]
+
+
 def data_parallel_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, pool: ThreadPoolExecutor
 ) -> Tensor:
@@ -44,7 +51,7 @@ def data_parallel_step(
         {name: parameter.clone() for name, parameter in model.named_parameters()} for _ in parts
     ]
     outputs = list(  # 3 parallel apply: one thread for each worker
-        pool.map(lambda replica, part: functional_call(model, replica, (part,)), replicas, parts)
+        pool.map(lambda shell, replica, part: functional_call(shell, replica, (part,)), shells(model), replicas, parts)
     )
     gathered = torch.cat(outputs)  # 4 gather: all outputs on worker 0
     loss = loss_of(gathered, batch)  # 5 loss there; backward adds the gradients of all copies into worker 0's model
