@@ -382,7 +382,7 @@ def test_trained_modules_of_a_base_in_16_bits_are_in_32(bases: dict[str, Path], 
 def test_an_adapter_on_16_bits_is_scored_as_it_was_trained(
     model: str, engine: tuple[str, int], recipe: list[str], bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What was trained stays in 32 bits, and a table that is tied stays so; GPT-2's head has its table's weight."""
+    """Trained weights stay in 32 bits, and tied tables tied; GPT-2's head has the weight of its embeddings."""
     name, num_processes = engine
     environment = (
         launcher_environment(ROOT / f"accelerate_configs/{name}.yaml", num_processes) if num_processes > 1 else {}
