@@ -318,6 +318,11 @@ def test_trained_rows_are_exported_merged_and_loaded_by_others(
     }
     assert main(["export", "--merge", str(run / "final"), str(merged)]) == 0
     assert main(["checkpoint", "convert-to-hf", str(run / "checkpoints/latest"), str(converted)]) == 0
+    for folder in (run / "final", merged):  # each card's own words load the model
+        code = (folder / "README.md").read_text().partition("```python\n")[2].partition("print(")[0]
+        values: dict[str, Any] = {}
+        exec(code.replace("path/to/this/folder", str(folder)), values)
+        assert values["generate"].model.config.vocab_size == NUM_IDS + 3
     tokenizer = AutoTokenizer.from_pretrained(merged)
     ids = tokenizer("x<tool>y<|x|>", return_tensors="pt")["input_ids"]
     assert ids[0, [1, 3]].tolist() == [NUM_IDS, NUM_IDS + 2]

@@ -145,6 +145,10 @@ class TokenizerConfig(Section):
             )
         return self
 
+    @property
+    def adds_tokens(self) -> bool:
+        return bool(self.add_tokens or self.add_special_tokens)
+
     def content(self) -> str:
         """The section as text, for a hash; keys of new tokens only if they are set, so that older hashes stay valid."""
         return self.model_dump_json(exclude={key for key in NEW_TOKENS if not getattr(self, key)})
