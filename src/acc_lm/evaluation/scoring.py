@@ -227,8 +227,8 @@ def build_scored_model(
         adapted.set_adapter(ADAPTER_NAME)  # trainable, as engines require; this one is never trained
         model: PreTrainedModel = with_trained_modules(adapted)
         make_ready(model, config, tokenizer, sequence_length, packs, device_type)
-        model.train()
-        return model
+        scored: nn.Module = model.train()
+        return scored
     built, _ = initialise_once(
         accelerator,
         lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),
