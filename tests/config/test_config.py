@@ -128,6 +128,16 @@ def test_another_model_type_replaces_the_models_mapping() -> None:
     assert (config.model.config["num_hidden_layers"], config.model.config["hidden_size"]) == (3, 128)
 
 
+def test_keys_of_a_choice_may_stay_when_the_choice_is_changed(tmp_path: Path) -> None:
+    """A recipe that lacks the choice is refused, because they have no effect alone; a complete one has it."""
+    chosen = ("optimizer.name=muon", "optimizer.momentum=0.9", "tokenizer.name_or_path=org/text", "tokenizer.revision=v1",
+              "distributed.comm_hook=power_sgd", "distributed.comm_hook_arguments={matrix_approximation_rank: 4}")  # fmt: skip
+    file = tmp_path / "complete.yaml"
+    file.write_text(dump_config(load_config(QUICKSTART, chosen)))
+    others = ["optimizer.name=adamw", "tokenizer.name_or_path=null", "distributed.comm_hook=none"]
+    assert load_config(file, others).optimizer.momentum == 0.9
+
+
 def test_a_config_cannot_be_changed() -> None:
     config = load_config(QUICKSTART)
     with pytest.raises(ValidationError):
@@ -144,6 +154,13 @@ LINES = [
     ("optimizer.learning_rate=.nan", "optimizer.learning_rate", "must be"),
     ("distributed.comm_hook_arguments={x: .inf}", "distributed.comm_hook_arguments", "must hold finite numbers"),
     ("model.config={rope_theta: .nan}", "model.config", "must hold finite numbers"),
+    (
+        "optimizer.momentum=0.9",
+        "optimizer.name",
+        "must be set with momentum, got 0.9 without it, which AdamW does not read",
+    ),
+    ("tokenizer.revision=v1", "tokenizer.name_or_path", "must be set with revision, got v1 without it"),
+    ("distributed.comm_hook_arguments={a: 1}", "distributed.comm_hook", "must be set with comm_hook_arguments"),
     ("training.log_every='8'", "training.log_every", "must be a whole number, got '8' (a string)"),
     ("training.log_every=true", "training.log_every", "must be a whole number, got True"),
     ("training.log_every=2.5", "training.log_every", "must be a whole number, got 2.5"),

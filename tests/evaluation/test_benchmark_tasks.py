@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from processes import run_training
 
 from acc_lm.cli import main
 from acc_lm.export.card import card_with_benchmarks
@@ -119,6 +120,23 @@ def test_a_summary_keeps_the_figures_of_other_tasks_and_of_a_failed_attempt(tmp_
     }
     write_failure(str(tmp_path), "failed", 1, "later")
     assert read_summary(tmp_path)["benchmarks"] == summary["benchmarks"]
+
+
+def test_the_same_command_after_the_end_keeps_the_figures(tiny: list[str], tmp_path: Path) -> None:
+    """It writes summary and card again, of the same weights; a longer run has others."""
+    run = tmp_path / "run"
+    run_training(tiny)
+    figures = {"arc": task(acc=0.5), "wiki": task(word_perplexity=9)}
+    assert record_benchmarks(run, {name: one | {"harness": "h 1", "step": 6} for name, one in figures.items()})
+    before = read_summary(run)["benchmarks"]
+    run_training(tiny)
+    assert read_summary(run)["benchmarks"] == before
+    assert {("arc", "accuracy", 0.5), ("wiki", "word_perplexity", 9)} < set(
+        entries((run / "final/README.md").read_text())
+    )
+    run_training([*tiny, "training.max_steps=8"])
+    assert "benchmarks" not in read_summary(run)
+    assert "arc" not in (run / "final/README.md").read_text()
 
 
 REFUSALS = {

@@ -12,6 +12,7 @@ from hub_server import TOKEN, HubServer, hub_server
 from processes import Launch, run_training
 
 from acc_lm.cli import main
+from acc_lm.config.loading import load_config, shareable_recipe
 from acc_lm.export import card as cards
 
 Push = Callable[..., tuple[int, str]]
@@ -100,6 +101,22 @@ def test_the_card_names_no_machine(final: Path) -> None:
     assert "10.1.2.3" not in text
 
 
+def test_addresses_of_local_files_are_shared_by_name(final: Path) -> None:
+    config = load_config(
+        str(final.parent / "config.yaml"),
+        [
+            "data.files=['file:///home/me/a.txt', ~/b.txt, 's3://bucket/c.txt', texts/d.txt]",
+            "data.eval_files=[/home/me/e.txt]",
+            "tokenizer.add_tokens=[/think]",
+        ],
+    )
+    shared = shareable_recipe(config)
+    assert "- /think\n" in shared, "a token is no path"
+    assert [line[4:] for line in shared.splitlines() if ".txt" in line] == [
+        "a.txt", "b.txt", "s3://bucket/c.txt", "texts/d.txt", "e.txt",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("broken", "token", "said"),
     [
@@ -184,8 +201,6 @@ def test_a_repository_in_the_recipe_has_an_owner(tiny: list[str]) -> None:
 
 def test_datasets_and_bases_are_named_by_their_ids_alone(final: Path, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
-
-    from acc_lm.config.loading import load_config
 
     config = load_config(str(final.parent / "config.yaml"))
     data = config.data.model_copy(update={"source": "hub", "dataset": "org/words", "files": ()})

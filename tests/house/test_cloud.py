@@ -71,8 +71,13 @@ def taken(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Confi
     return options, parsed[0]
 
 
-def check_folder(config: Config, mounts: list[dict[str, str]], volumes: list[dict[str, Any]]) -> None:
-    """Check that the run writes to a volume, and that there is memory to share."""
+def check_folder(config: Config, mounts: list[dict[str, str]], pod: dict[str, Any]) -> None:
+    """Check that the run may write to a volume, has the time that its pod has, and memory to share."""
+    volumes = pod["volumes"]
+    match = re.search(r"^ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)$", DOCKERFILE, re.M)
+    assert match
+    assert pod["terminationGracePeriodSeconds"] > int(match[1]) > 30, "the launcher would end its processes after 30"
+    assert f"USER 1000:{pod['securityContext']['fsGroup']}\n" in DOCKERFILE
     assert any(Path(config.output_dir).is_relative_to(mount["mountPath"]) for mount in mounts)
     assert {mount["name"] for mount in mounts} == {volume["name"] for volume in volumes}
     assert "/dev/shm" in [mount["mountPath"] for mount in mounts]
@@ -112,8 +117,7 @@ def test_jobset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(options.machine_rank) == 1
     name = job["metadata"]["name"]
     assert options.main_process_ip == f"{name}-{replicated['name']}-0-0.{name}", "pod 0 of job 0, by the set's service"
-    check_folder(config, container["volumeMounts"], pod["volumes"])
-    assert pod["terminationGracePeriodSeconds"] >= 120
+    check_folder(config, container["volumeMounts"], pod)
 
 
 def test_trainjob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +141,7 @@ def test_trainjob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
     assert (replicated["name"], pod["containers"][0]["name"]) == ("node", "node"), "as the runtime names them"
-    check_folder(config, pod["containers"][0]["volumeMounts"], pod["volumes"])
+    check_folder(config, pod["containers"][0]["volumeMounts"], pod)
 
 
 def extras() -> set[str]:

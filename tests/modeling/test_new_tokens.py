@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from backends import LENGTH, MODELS, Curve, Scenario, run_backend
-from processes import run_everywhere, run_training
+from processes import ROOT, Launch, launcher_environment, run_everywhere, run_training
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -318,6 +318,11 @@ def test_trained_rows_are_exported_merged_and_loaded_by_others(
     }
     assert main(["export", "--merge", str(run / "final"), str(merged)]) == 0
     assert main(["checkpoint", "convert-to-hf", str(run / "checkpoints/latest"), str(converted)]) == 0
+    for folder in (run / "final", merged):  # each card's own words load the model
+        code = (folder / "README.md").read_text().partition("```python\n")[2].partition("print(")[0]
+        values: dict[str, Any] = {}
+        exec(code.replace("path/to/this/folder", str(folder)), values)
+        assert values["generate"].model.config.vocab_size == NUM_IDS + 3
     tokenizer = AutoTokenizer.from_pretrained(merged)
     ids = tokenizer("x<tool>y<|x|>", return_tensors="pt")["input_ids"]
     assert ids[0, [1, 3]].tolist() == [NUM_IDS, NUM_IDS + 2]
@@ -376,6 +381,24 @@ def test_trained_modules_of_a_base_in_16_bits_are_in_32(bases: dict[str, Path], 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(merged.get_input_embeddings().weight, weights["model.embed_tokens.weight"])
     assert load_exported(tmp_path / "final").eval()(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("model", "engine"), [("llama", ("single", 1)), ("gpt2", ("fsdp2", 2))])
+def test_an_adapter_on_16_bits_is_scored_as_it_was_trained(
+    model: str, engine: tuple[str, int], recipe: list[str], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Trained weights stay in 32 bits, and tied tables tied; GPT-2's head has the weight of its embeddings."""
+    name, num_processes = engine
+    environment = (
+        launcher_environment(ROOT / f"accelerate_configs/{name}.yaml", num_processes) if num_processes > 1 else {}
+    )
+    run = tmp_path / "run"
+    run_training([*recipe, *lora(model, bases[model]), "model.dtype=bfloat16", f"output_dir={run}"])
+    known = json.loads((run / "summary.json").read_text())["eval_loss"]["last"]
+    finished = Launch(lambda: main(["evaluate", str(run), "--json"]), num_processes, environment).wait()
+    assert finished.codes == [0] * num_processes, finished.output
+    scored = json.loads(finished.output[finished.output.index("{") :].splitlines()[0])
+    assert scored["loss"] == pytest.approx(known, rel=1e-6)
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

@@ -306,10 +306,9 @@ def _answers(
     from acc_lm.modeling.build import DTYPES
 
     prompts = scored_prompts(text, tokenizer)
-    model = load_exported(
-        Path(str(config.model.name_or_path)), config.model.trust_remote_code, revision=config.model.revision
-    )
-    model = model.to(DTYPES[config.model.dtype]).to(accelerator.device)
+    folder, section = Path(str(config.model.name_or_path)), config.model
+    model = load_exported(folder, section.trust_remote_code, section.revision, DTYPES[section.dtype])
+    model = model.to(accelerator.device)
     with bar("generate", math.ceil(len(prompts) / accelerator.num_processes), "prompt") as shown:
         answers = complete(
             accelerator,

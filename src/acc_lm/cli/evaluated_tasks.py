@@ -78,12 +78,12 @@ def _run(request: Request, tasks: Tasks) -> tuple[dict[str, dict[str, Any]], Pat
         )
     runtime.quiet_libraries()
     accelerator = runtime.build_accelerator(config)
-    folder = Path(str(config.model.name_or_path))
+    folder, section = Path(str(config.model.name_or_path)), config.model
     tokenizer = load_tokenizer(config.tokenizer, config.model)
     if tasks.is_chat and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"--chat must have a model with a chat template, got {folder} without one; leave it out")
     try:
-        model = load_exported(folder, config.model.trust_remote_code, revision=config.model.revision)
+        model = load_exported(folder, section.trust_remote_code, section.revision, DTYPES[section.dtype])
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -92,7 +92,7 @@ def _run(request: Request, tasks: Tasks) -> tuple[dict[str, dict[str, Any]], Pat
         ) from None
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    model = model.to(DTYPES[config.model.dtype]).to(accelerator.device).eval()
+    model = model.to(accelerator.device).eval()
     autocast = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     figures = run_benchmarks(
         model,

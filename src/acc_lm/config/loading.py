@@ -91,8 +91,12 @@ def dump_config(config: Config) -> str:
     return _dump(config.model_dump(mode="json"))
 
 
-PROMPTS = ("sample_prompt", "sample_prompts")
+NO_PATHS = ("sample_prompt", "sample_prompts", "add_tokens", "add_special_tokens")
 """Keys whose text is no path."""
+
+
+OF_THIS_MACHINE = re.compile(r"^(~\w*)?/|\b(file|local)://")
+"""Start of an absolute path, or address of a local file."""
 
 
 def shareable_recipe(config: Config) -> str:
@@ -100,10 +104,10 @@ def shareable_recipe(config: Config) -> str:
 
     def shared(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: inner if key in PROMPTS else shared(inner) for key, inner in value.items()}
+            return {key: inner if key in NO_PATHS else shared(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [shared(inner) for inner in value]
-        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        return Path(value).name if isinstance(value, str) and OF_THIS_MACHINE.search(value) else value
 
     return _dump(shared(config.model_dump(mode="json")))
 

@@ -136,6 +136,19 @@ class TokenizerConfig(Section):
                 seen.add(token)
         return self
 
+    @model_validator(mode="after")
+    def _revision_is_of_a_tokenizer(self) -> TokenizerConfig:
+        if self.revision is not None and "name_or_path" not in self.model_fields_set:
+            raise ValueError(
+                f"name_or_path must be set with revision, got {self.revision} without it; name the tokenizer, or set model.revision, which "
+                "is that of a model and its tokenizer"
+            )
+        return self
+
+    @property
+    def adds_tokens(self) -> bool:
+        return bool(self.add_tokens or self.add_special_tokens)
+
     def content(self) -> str:
         """The section as text, for a hash; keys of new tokens only if they are set, so that older hashes stay valid."""
         return self.model_dump_json(exclude={key for key in NEW_TOKENS if not getattr(self, key)})

@@ -142,6 +142,15 @@ class DistributedConfig(Section):
     check_parameters_every: PositiveInt | None = None
     """Period, in steps, of comparing checksums of the processes' copies of the weights, which reads all weights; null: never."""
 
+    @model_validator(mode="after")
+    def _arguments_are_of_a_hook(self) -> DistributedConfig:
+        if self.comm_hook_arguments and "comm_hook" not in self.model_fields_set:
+            raise ValueError(
+                f"comm_hook must be set with comm_hook_arguments, got {self.comm_hook_arguments} without it; set distributed.comm_hook to "
+                "power_sgd or batched_power_sgd, or leave them out"
+            )
+        return self
+
 
 class Config(Section):
     """Complete recipe."""

@@ -117,6 +117,11 @@ class OptimizerConfig(Section):
             raise ValueError(
                 f"adamw_learning_rate must be null for adamw, got {self.adamw_learning_rate}; set learning_rate, or name=muon"
             )
+        if "name" not in self.model_fields_set and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(
+                f"name must be set with momentum, got {self.momentum} without it, which AdamW does not read; set optimizer.name to muon, or "
+                "AdamW's own optimizer.betas"
+            )
         return self
 
 

@@ -25,10 +25,10 @@ from acc_lm.config import DataConfig, ModelConfig
 from acc_lm.data import text_key, until_limit
 from acc_lm.errors import CheckpointError, ConfigError, DataError
 from acc_lm.evaluation.held_out import EvaluationResult
-from acc_lm.export.exported import load_exported
+from acc_lm.export.exported import load_exported, with_trained_modules
 from acc_lm.files import written_aside
-from acc_lm.modeling.adapter import open_adapter
-from acc_lm.modeling.build import build_empty_model, build_model, make_ready
+from acc_lm.modeling.adapter import ADAPTER_NAME, open_adapter
+from acc_lm.modeling.build import DTYPES, build_empty_model, build_model, make_ready
 from acc_lm.rows.batch import IGNORE_INDEX, Batch, ScoredRows, to_device
 from acc_lm.rows.loader import build_loader, evaluation_batches
 from acc_lm.rows.packing import PackedRows, one_per_row, pack
@@ -223,11 +223,12 @@ def build_scored_model(
     """
     folder, device_type = Path(str(config.name_or_path)), accelerator.device.type
     if open_adapter(folder) is not None:
-        model: PreTrainedModel = load_exported(folder, config.trust_remote_code).get_base_model()
+        adapted = load_exported(folder, config.trust_remote_code, dtype=DTYPES[config.dtype])
+        adapted.set_adapter(ADAPTER_NAME)  # trainable, as engines require; this one is never trained
+        model: PreTrainedModel = with_trained_modules(adapted)
         make_ready(model, config, tokenizer, sequence_length, packs, device_type)
-        # Engines accept only trainable models; this one is never trained.
-        trainable: nn.Module = model.requires_grad_(True).train()
-        return trainable
+        scored: nn.Module = model.train()
+        return scored
     built, _ = initialise_once(
         accelerator,
         lambda: build_model(config, tokenizer, sequence_length, 0, packs=packs, device_type=device_type),

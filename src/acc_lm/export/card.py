@@ -30,6 +30,17 @@ FILE_READERS = ("arrow", "csv", "json", "parquet", "text")
 """Data sets of a task that are files of the author's machine, by the name of their reader."""
 
 HARNESS_URL = "https://github.com/EleutherAI/lm-evaluation-harness"
+PIPELINE = """from transformers import pipeline
+
+generate = pipeline("text-generation", model="path/to/this/folder")"""
+WITH_PEFT = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer, pipeline
+
+folder = "path/to/this/folder"
+model, tokenizer = AutoPeftModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+generate = pipeline("text-generation", model=model, tokenizer=tokenizer)"""
+"""For an adapter with new tokens: transformers alone adds no rows to its base."""
+
 BENCHMARKS = "## Benchmarks"
 """Heading of the table that `acc-lm evaluate --tasks` writes."""
 
@@ -81,9 +92,7 @@ Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,}
 ## Use
 
 ```python
-from transformers import pipeline
-
-generate = pipeline("text-generation", model="path/to/this/folder")
+{WITH_PEFT if adapter.kind != "none" and config.tokenizer.adds_tokens else PIPELINE}
 print(generate({(config.export.sample_prompt or "Once")!r}, max_new_tokens=50)[0]["generated_text"])
 ```
 
@@ -109,6 +118,7 @@ def merged_card(card: str | None, base: str, name: str, dtype: str) -> str:
             kept = {key: getattr(known, key, None) for key in ("license", "datasets", "eval_results")}
     about = f"{base_name(base)[0].upper()}{base_name(base)[1:]} with a LoRA adapter, merged into it in float32 and stored in {dtype}."
     rest = "## Data" + card.partition("\n## Data")[2] if card and "\n## Data" in card else ""
+    rest = rest.replace(WITH_PEFT, PIPELINE)
     return _checked(_metadata(name, base, False, **kept), f"# {_plain(name)}\n\n{about}\n\n{rest}".rstrip() + "\n")
 
 

@@ -13,16 +13,19 @@ from acc_lm.errors import ConfigError, UserError, first_line, is_out_of_memory
 from acc_lm.export.card import merged_card
 from acc_lm.export.export import exported_steps, write_steps
 from acc_lm.files import written_aside
+from acc_lm.modeling.adapter import ADAPTER_NAME, apply_adapter, convert_weights, open_adapter
 from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
-from acc_lm.modeling.adapter import apply_adapter, open_adapter
 from acc_lm.modeling.pretrained import refuse_kernels
 from acc_lm.text.tokenizer import read_tokenizer
 
 
 def load_exported(
-    folder: Path, trust_remote_code: bool = False, revision: str | None = None, in_float32: bool = False
+    folder: Path, trust_remote_code: bool = False, revision: str | None = None, dtype: torch.dtype | None = None
 ) -> Any:
     """Load the model in a folder or on the Hub; for an adapter, peft's model of its base with the adapter in it.
+
+    Args:
+        dtype: type of the weights, for an adapter those of its base; None: the one in which they were stored, or trained.
 
     Raises:
         ConfigError: the model needs code that is not trusted, or the adapter's base has changed.
@@ -52,7 +55,11 @@ def load_exported(
             f"the base of the adapter {folder} must be a model that transformers loads, got {adapter.base}: {first_line(error)}; "
             f"put it there, or correct base_model_name_or_path in {ADAPTER_SETTINGS}"
         ) from None
-    return model if adapter is None else apply_adapter(adapter, model, in_float32)
+    if adapter is not None:
+        return apply_adapter(adapter, model, dtype)
+    if dtype is not None:
+        convert_weights(model, dtype)
+    return model
 
 
 def _is_tied(base: Any) -> bool:
@@ -60,6 +67,23 @@ def _is_tied(base: Any) -> bool:
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     table, head = (getattr(getattr(module, "original_module", module), "weight", None) for module in ends)
     return table is not None and table is head
+
+
+def with_trained_modules(adapted: Any) -> Any:
+    """Base of peft's model with the adapter in it, and what that trained completely in the places of the base's modules.
+
+    peft keeps both, and two copies of a tied table, which engines cannot tie again.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    base = adapted.get_base_model()
+    is_tied = _is_tied(base)
+    for name, module in [*base.named_modules()]:
+        if isinstance(module, ModulesToSaveWrapper):
+            base.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
+    if is_tied:
+        base.get_output_embeddings().weight = base.get_input_embeddings().weight
+    return base
 
 
 def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -75,7 +99,7 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
         )
     if output.exists():
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
-    model = load_exported(folder, in_float32=True)
+    model = load_exported(folder, dtype=torch.float32)  # to merge without rounding
     is_tied = _is_tied(model.get_base_model())
     model = model.merge_and_unload()
     if is_tied:  # peft has loaded a copy for each of the names

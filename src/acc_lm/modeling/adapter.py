@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,7 +53,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
     """
     from peft import get_peft_model
 
-    also, head = _also_trained(model, config), model.get_output_embeddings()
+    also = _also_trained(model, config)
     lora = lora_settings(config, _targets(model, config, also))
     torch.manual_seed(seed)
     with warnings.catch_warnings():
@@ -68,7 +69,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int, base: 
     for module in map(model.get_submodule, also):
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
-        _widen(module, module is head)
+    _widen(model, also)
     if also:  # named only now: peft would have wrapped the modules, and kept a copy of each as it was
         lora.modules_to_save = saved_modules(model, also)
     if config.quantize_base != "none":
@@ -154,17 +155,26 @@ def _also_trained(model: PreTrainedModel, config: AdapterConfig) -> list[str]:
     return found
 
 
-def _widen(module: nn.Module, is_head: bool) -> None:
-    """Hold a module's own weights in float32, as those of the adapter, where the model has 16 bits.
+def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's parameters in place; buffers such as rotary frequencies stay in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
-    The rest of the model keeps its type: outside of autocast, what enters the module is widened and what leaves it is
-    narrowed again. The head's loss or logits stay in float32.
+
+def _widen(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Hold the own weights of these modules in float32, as those of the adapter, where the model has 16 bits.
+
+    The rest of the model keeps its type: outside of autocast, what enters a module with such a weight, shared or not, is
+    widened and what leaves it is narrowed again. The head's loss or logits stay in float32.
     """
-    own = [parameter for parameter in module.parameters(recurse=False) if parameter.dtype == torch.bfloat16]
-    for parameter in own:
+    own = {
+        id(parameter): parameter
+        for name in names
+        for parameter in model.get_submodule(name).parameters(recurse=False)
+        if parameter.dtype == torch.bfloat16
+    }
+    for parameter in own.values():
         parameter.data = parameter.data.float()
-    if not own:
-        return
 
     def widen(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_cast(value, torch.bfloat16, torch.float32) for value in inputs)
@@ -172,9 +182,11 @@ def _widen(module: nn.Module, is_head: bool) -> None:
     def narrow(module: nn.Module, inputs: Any, output: Any) -> Any:
         return _cast(output, torch.float32, torch.bfloat16)
 
-    module.register_forward_pre_hook(widen)
-    if not is_head:
-        module.register_forward_hook(narrow)
+    for module in model.modules():
+        if any(id(parameter) in own for parameter in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(widen)
+            if module is not model.get_output_embeddings():
+                module.register_forward_hook(narrow)
 
 
 def _cast(value: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
@@ -356,11 +368,11 @@ def open_adapter(folder: Path) -> AdapterFolder | None:
         ) from None
 
 
-def apply_adapter(adapter: AdapterFolder, base: Any, in_float32: bool = False) -> Any:
+def apply_adapter(adapter: AdapterFolder, base: Any, dtype: torch.dtype | None = None) -> Any:
     """Load the exported adapter into its base and return peft's model, which can merge the two.
 
     Args:
-        in_float32: True: widen the complete base, to merge without rounding.
+        dtype: type of the base's weights from then on; None: the one that it has. The adapter has at least 32 bits.
 
     Raises:
         ConfigError: the base is not the model that the adapter was trained with.
@@ -378,11 +390,9 @@ def apply_adapter(adapter: AdapterFolder, base: Any, in_float32: bool = False) -
     )
     if num_ids > base.get_input_embeddings().weight.shape[0]:  # trained with new tokens, whose rows the adapter has
         base.resize_token_embeddings(num_ids, mean_resizing=False)
-    if in_float32:
-        base.float()
-    for name in saved:
-        module = base.get_submodule(name)
-        _widen(module, module is base.get_output_embeddings())
+    if dtype is not None:
+        convert_weights(base, dtype)
+    _widen(base, saved)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about names that transformers will change
         return PeftModel.from_pretrained(base, adapter.folder, use_safetensors=True)

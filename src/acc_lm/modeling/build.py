@@ -11,7 +11,7 @@ from torch import nn
 from acc_lm.config import AdapterConfig, ModelConfig
 from acc_lm.errors import first_line
 from acc_lm.modeling.activations import check_checkpointing, checkpoint_arguments
-from acc_lm.modeling.adapter import NO_ADAPTER, choose_trained, weights_checksum
+from acc_lm.modeling.adapter import NO_ADAPTER, choose_trained, convert_weights, weights_checksum
 from acc_lm.modeling.attention import (
     CAUSAL_WITHOUT_MASK,
     attention_looked_at,
@@ -140,8 +140,8 @@ def make_ready(
         check_causal(model, config, sequence_length)
         attention = choose_attention(model, sequence_length)
         loss = install_loss(model)
-    for parameter in model.parameters():  # buffers such as rotary frequencies stay in float32
-        parameter.data = parameter.data.to(DTYPES[config.dtype])
+    if not hasattr(model, "peft_config"):  # else base and adapter have types of their own
+        convert_weights(model, DTYPES[config.dtype])
     if packs:
         check_packing(model, sequence_length)
         attention = _prepare_packing(model, attention, device_type)

@@ -11,12 +11,13 @@ from acc_lm import runtime
 from acc_lm.checkpointing import resuming, rotation
 from acc_lm.errors import EXIT_PREEMPTED
 from acc_lm.evaluation.held_out import Evaluation
+from acc_lm.export.card import card_with_benchmarks
 from acc_lm.export.export import export_model
 from acc_lm.export.hub import push_or_explain
 from acc_lm.progress import Progress
 from acc_lm.reporting.console import closing_block
 from acc_lm.run_files import metrics_file
-from acc_lm.run_files.summary import write_summary
+from acc_lm.run_files.summary import read_summary, write_summary
 from acc_lm.training.reporter import Reporter
 from acc_lm.training.run import Run
 from acc_lm.training.watching import evaluate
@@ -56,7 +57,8 @@ def finish(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) 
         if run.is_main:
             write_summary(run.output_dir, status="preempted", exit_code=EXIT_PREEMPTED, reason=ended.stop, **facts)
         return EXIT_PREEMPTED
-    if run.start.found.checkpoint and progress.tokens == run.start.progress.tokens:
+    was_complete = run.start.found.checkpoint is not None and progress.tokens == run.start.progress.tokens
+    if was_complete:
         report.say([f"already complete: step {progress.step} of {run.plan.num_steps}"])
     report.say([ended.early_stop] if ended.early_stop else [])
     step, evaluation = weights_to_export(run, report, ended, check)
@@ -66,12 +68,25 @@ def finish(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) 
     if run.is_main:
         bits_per_byte = run.data.facts.compared_with_compressors(result.bits_per_byte, result.num_targets)
         facts |= {"exported_step": step, "bits_per_byte": bits_per_byte, "final": final}
+        facts |= keep_benchmarks(run.output_dir, final, step) if was_complete else {}
         write_summary(run.output_dir, status="completed", exit_code=0, reason=ended.early_stop, **facts)
         report.say([closing_block(run.config, run.data, bits_per_byte, final)])
     name = run.config.export.push_to_hub
     if name:  # last, so that nothing is lost with it
         runtime.on_main(run.accelerator, lambda: report.say([push_or_explain(final, name)]), takes_long=True)
     return 0
+
+
+def keep_benchmarks(output_dir: Path, final: Path, step: int) -> dict[str, Any]:
+    """Benchmarks of a finished run's weights for the new summary, after putting them into the card, which is new too."""
+    known = read_summary(output_dir).get("benchmarks")
+    tasks = known.items() if isinstance(known, dict) else ()
+    kept = {name: task for name, task in tasks if isinstance(task, dict) and task.get("step") == step}
+    card = final / "README.md"
+    for name, task in kept.items():
+        text = card_with_benchmarks(card.read_text(encoding="utf-8"), {name: task}, task["harness"])
+        card.write_text(str(text), encoding="utf-8")
+    return {"benchmarks": kept} if kept else {}
 
 
 def weights_to_export(run: Run, report: Reporter, ended: Ended, check: Callable[[], None]) -> tuple[int, Evaluation]:
