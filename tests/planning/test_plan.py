@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,6 +257,41 @@ def test_rows_are_shared_where_complete_ones_are_too_few_or_do_not_fit(capsys: p
     assert 1 < rows["ddp_sequence"]["rows_in_parts"] <= 4
     whole, part = rows["ddp"]["memory_gib"]["tensors"], rows["ddp_sequence"]["memory_gib"]["tensors"]
     assert part == pytest.approx(whole / rows["ddp_sequence"]["rows_in_parts"], rel=0.1), "nearly all is activations"
+
+
+def test_a_file_with_parts_of_its_own_is_planned_as_it_would_be_launched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of a process, and options of the command, of a config that is given by its path."""
+    few = ["quickstart", "training.global_batch_size=2", "training.micro_batch_size=1", "--gpus"]
+    shipped = ROOT / "accelerate_configs/tensor_parallel.yaml"
+    found = {}
+    for config in ("tensor_parallel", shipped, shutil.copy(shipped, tmp_path / "own.yaml")):
+        assert main(["plan", *few, "2xH100", "--config", str(config)]) == 0
+        found[config] = capsys.readouterr().out
+    name, path, own = found.values()
+    assert name == path
+    assert "--num_processes 2 --parallelism_config_tp_size 2 " in name
+    assert "--num_processes 2 --dynamo_backend" in own, "the file has the size; sp_size would be another division"
+    assert own.split("\n\n")[1].split()[-15:] == name.split("\n\n")[1].split()[-15:], "rows, memory and speed"
+
+    text = (ROOT / "accelerate_configs/fsdp2_tensor_parallel.yaml").read_text()
+    both = tmp_path / "both.yaml"
+    both.write_text(
+        text.replace("dp_shard_size: 2", "dp_shard_size: 1").rstrip() + "\n  parallelism_config_sp_size: 2\n"
+    )
+    assert main(["plan", *few, "4xH100", "--config", str(both)]) == 0
+    assert "rows in 2 parts, layers in 2 parts" in capsys.readouterr().out
+    assert main(["plan", *few, "4xH100", "--config", str(both), "training.global_batch_size=1"]) == 0
+
+    hsdp = tmp_path / "hsdp.yaml"
+    text = (ROOT / "accelerate_configs/hsdp.yaml").read_text().partition("parallelism_config:")[0]
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "sp": 2}
+    hsdp.write_text(
+        text + "parallelism_config:\n" + "".join(f"  parallelism_config_{k}_size: {n}\n" for k, n in sizes.items())
+    )
+    placement = placement_of(hsdp, 8, 1, probe_of("quickstart")[0])
+    assert (placement.shards, placement.replicas) == (4, 2), "processes that share a row hold different shards"
 
 
 @pytest.mark.parametrize(

@@ -540,5 +540,7 @@ def test_a_run_may_divide_its_layers_anew_at_every_stop(tiny: list[str], tmp_pat
         assert notes == (step > 1 and ("tensor" in config) != ("tensor" in legs[step - 2]))
     whole, run = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
     assert all(value <= 1e-6 for value in largest_differences(whole, run).values())
+    starts = json.loads((tmp_path / "run/environment.json").read_text())["starts"]
+    assert [start["layers_in_parts"] for start in starts] == [2 if "tensor" in config else 1 for config in legs]
     ledgers = [json.loads((tmp_path / name / "summary.json").read_text())["ledger"] for name in ("whole", "run")]
     assert ledgers[0] == ledgers[1]

@@ -40,7 +40,16 @@ if TYPE_CHECKING:
 
     from acc_lm.data import Data
 
-STARTED_ON = ("strategy", "engine", "num_processes", "rows_in_parts", "precision", "device", "threads")
+STARTED_ON = (
+    "strategy",
+    "engine",
+    "num_processes",
+    "rows_in_parts",
+    "layers_in_parts",
+    "precision",
+    "device",
+    "threads",
+)
 """Parts of the identity that may change with each start of a run."""
 
 

@@ -239,8 +239,9 @@ def _line(each: Candidate, found: RunPlan, machine: Machine, price: float | None
         )
         if price is not None:
             text += f"{hours.low * n * price:,.0f}-{hours.high * n * price:,.0f}"
-    in_parts, what = each.placement.processes_of_reader, "rows" if each.placement.rows_in_parts > 1 else "layers"
-    notes = [f"{what} in {in_parts} parts"] * (in_parts > 1) + ["tight"] * (each.fits == "tight")
+    in_parts = {"rows": each.placement.rows_in_parts, "layers": each.placement.layers_in_parts}
+    notes = [f"{what} in {number} parts" for what, number in in_parts.items() if number > 1]
+    notes += ["tight"] * (each.fits == "tight")
     notes += ["extrapolated"] * bool(each.time.extrapolated)
     return f"{text} {', '.join(notes)}".rstrip()
 

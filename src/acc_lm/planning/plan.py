@@ -212,6 +212,8 @@ def _launches(config: Config, machine: Machine, only: str | None) -> list[tuple[
     in_parts = [] if only else [*WITH_ROWS_IN_PARTS, *WITH_LAYERS_IN_PARTS]
     if only in (*WITH_ROWS_IN_PARTS, *WITH_LAYERS_IN_PARTS):
         complete, in_parts = in_parts, complete
+    if only and complete:
+        return [(only, 1)]  # with the parts that a file asks for
     if rows % count and not (sizes and in_parts):
         raise _uneven(config, machine)
     if not complete and not sizes:
@@ -227,9 +229,14 @@ def _has_sizes(name: str, num_gpus: int, parts: int) -> bool:
     return name not in WITH_LAYERS_IN_PARTS or (name == WITH_LAYERS_IN_PARTS[0]) == (parts == num_gpus)
 
 
-def _uneven(config: Config, machine: Machine) -> ConfigError:
+def _uneven(config: Config, machine: Machine, parts: int = 1) -> ConfigError:
+    groups = (
+        f"{machine.num_gpus // parts} groups of GPUs that share rows or layers"
+        if parts > 1
+        else f"{machine.num_gpus} GPUs"
+    )
     return ConfigError(
-        f"training.global_batch_size must be a multiple of the {machine.num_gpus} GPUs, got "
+        f"training.global_batch_size must be a multiple of the {groups}, got "
         f"{config.training.global_batch_size}; change it, or plan for another number of GPUs"
     )
 
@@ -246,6 +253,16 @@ def _of_launch(
     """Candidates of one config with one division of the rows, without those that cannot be chosen unless `every`."""
     order, name, parts = launch
     length = config.data.sequence_length
+    file = find_accelerate_config(name)
+    placement = placement_of(file, machine.num_gpus, machine.num_machines, config, parts if parts > 1 else None)
+    if placement.num_processes != machine.num_gpus:
+        raise ConfigError(
+            f"--config must use all GPUs, got {name}, which uses {placement.num_processes} of {machine.num_gpus}; plan for "
+            f"--gpus {placement.num_processes}x..., or leave it out"
+        )
+    parts = placement.processes_of_reader
+    if config.training.global_batch_size * parts % machine.num_gpus:
+        raise _uneven(config, machine, parts)
     rows = config.training.global_batch_size * parts // machine.num_gpus
     most = MAX_POSITIONS * parts // length  # of a GPU
     sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b <= most)]
@@ -255,13 +272,6 @@ def _of_launch(
             raise ConfigError(
                 f"training.micro_batch_size must divide the {rows} rows of a process, got {micro_batch_size}; choose a divisor"
             )
-    file = find_accelerate_config(name)
-    placement = placement_of(file, machine.num_gpus, machine.num_machines, config, parts if parts > 1 else None)
-    if placement.num_processes != machine.num_gpus:
-        raise ConfigError(
-            f"--config must use all GPUs, got {name}, which uses {placement.num_processes} of {machine.num_gpus}; plan for "
-            f"--gpus {placement.num_processes}x..., or leave it out"
-        )
     ratio = None
     if shape is not None and placement.processes_of_reader == 1:
         ratio = known_ratio(machine.gpu, shape, length, compute_dtype(config, placement))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
-from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, requested_grid
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def placement_of(
     if (num_machines or 1) > 1:
         options += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     if num_processes is not None and parts is not None:
-        options += _words_for_parts(file.stem, num_processes, parts)
+        in_layers = file.stem in WITH_LAYERS_IN_PARTS
+        options += _words_for_parts(file.stem, num_processes, *((1, parts) if in_layers else (parts, 1)))
     with launched(file, options) as typed:
         return replace(current_placement(config), config=file.stem, num_machines=int(typed.num_machines or 1))
 
@@ -162,8 +163,9 @@ def current_placement(config: Config) -> Placement:
 
 def _sharing(here: int) -> int:
     """Number of processes that share one copy under HSDP: the launch's grid if it fits the processes, else a machine's."""
-    grid = [int(os.environ.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE", "0")) for name in ("REPLICATE", "SHARD")]
-    return grid[1] if grid[0] * grid[1] == world_size() else here
+    grid = requested_grid()
+    shards = grid.shards * grid.rows  # processes that share a row hold different shards
+    return shards if grid.copies * shards == world_size() else here
 
 
 def _of_deepspeed(found: Placement, stage: int, is_mixed: bool, devices: tuple[str, str], bucket: float) -> Placement:
@@ -238,13 +240,18 @@ def configs_for(num_processes: int, num_machines: int) -> tuple[str, ...]:
     return CONFIGS_BY_SIZE["one machine" if num_machines == 1 else "several machines"]
 
 
-def _words_for_parts(config: str, num_processes: int, parts: int) -> list[str]:
-    words = [f"--parallelism_config_{'tp' if config in WITH_LAYERS_IN_PARTS else 'sp'}_size", str(parts)]
+def _words_for_parts(config: str, num_processes: int, rows: int, layers: int) -> list[str]:
+    """Options for the parts of rows and layers under a config of this project; another file has its own sizes in it."""
+    if config not in (*WITH_ROWS_IN_PARTS, *WITH_LAYERS_IN_PARTS):
+        return []
+    words = []
+    for name, parts in (("sp", rows), ("tp", layers)):
+        words += [f"--parallelism_config_{name}_size", str(parts)] if parts > 1 else []
     if config in (
         "sequence_parallel",
         "fsdp2_tensor_parallel",
     ):  # FSDP2, whose grid must multiply to the number of processes
-        words += ["--parallelism_config_dp_shard_size", str(num_processes // parts)]
+        words += ["--parallelism_config_dp_shard_size", str(num_processes // (rows * layers))]
     return words
 
 
@@ -262,9 +269,10 @@ def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
         words += ["--num_machines", str(placement.num_machines), "--machine_rank", "RANK", "--main_process_ip", "HOST"]
         if placement.shards > 1 and placement.replicas > 1:
             words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
-            words += ["--parallelism_config_dp_shard_size", str(placement.shards)]
+            words += ["--parallelism_config_dp_shard_size", str(placement.shards // placement.rows_in_parts)]
     if placement.processes_of_reader > 1:
-        words += _words_for_parts(placement.config, placement.num_processes, placement.processes_of_reader)
+        parts = placement.rows_in_parts, placement.layers_in_parts
+        words += _words_for_parts(placement.config, placement.num_processes, *parts)
     if compiled:
         words += ["--dynamo_backend", "inductor"]
         if placement.shards_weights:
