@@ -190,6 +190,12 @@ def test_any_launch_writes_the_same_rows_once(
         assert mine == theirs
 
 
+def test_an_adapter_is_refused_where_layers_are_divided(adapter_run: Path) -> None:
+    environment = launcher_environment(ROOT / "accelerate_configs/tensor_parallel.yaml", 2)
+    finished = evaluate([adapter_run / "final"], 2, environment, expect=2)
+    assert "MODEL must be complete with layers in 2 parts, got an adapter; merge it first" in finished.errors[0]
+
+
 def test_the_row_of_each_document_matches_transformers(
     chat_run: Path, text_run: Path, chats: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -272,7 +272,10 @@ def test_a_file_with_parts_of_its_own_is_planned_as_it_would_be_launched(
     name, path, own = found.values()
     assert name == path
     assert "--num_processes 2 --parallelism_config_tp_size 2 " in name
-    assert "--num_processes 2 --dynamo_backend" in own, "the file has the size; sp_size would be another division"
+    assert "--config_file accelerate_configs/tensor_parallel.yaml " in path
+    assert f"--config_file {tmp_path}/own.yaml --num_processes 2 --dynamo_backend" in own, (
+        "the file has the size; sp_size would be another division"
+    )
     assert own.split("\n\n")[1].split()[-15:] == name.split("\n\n")[1].split()[-15:], "rows, memory and speed"
 
     text = (ROOT / "accelerate_configs/fsdp2_tensor_parallel.yaml").read_text()

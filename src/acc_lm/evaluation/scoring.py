@@ -33,7 +33,7 @@ from acc_lm.rows.batch import IGNORE_INDEX, Batch, ScoredRows, to_device
 from acc_lm.rows.loader import build_loader, evaluation_batches
 from acc_lm.rows.packing import PackedRows, one_per_row, pack
 from acc_lm.rows.text_rows import Rows
-from acc_lm.runtime import initialise_once, readers_of_whole_rows, release_gathered, repeats_losses
+from acc_lm.runtime import initialise_once, parts_of_layers, readers_of_whole_rows, release_gathered, repeats_losses
 from acc_lm.text.corpus import open_corpus
 from acc_lm.text.documents import Document, Skipped, kind_of
 from acc_lm.text.splitting import split_documents
@@ -223,6 +223,11 @@ def build_scored_model(
     """
     folder, device_type = Path(str(config.name_or_path)), accelerator.device.type
     if open_adapter(folder) is not None:
+        if (size := parts_of_layers()) > 1:
+            raise ConfigError(
+                f"MODEL must be complete with layers in {size} parts, got an adapter; merge it first (acc-lm export {folder} merged --merge), or "
+                "use accelerate_configs/fsdp2.yaml"
+            )
         adapted = load_exported(folder, config.trust_remote_code, dtype=DTYPES[config.dtype])
         adapted.set_adapter(ADAPTER_NAME)  # trainable, as engines require; this one is never trained
         model: PreTrainedModel = with_trained_modules(adapted)

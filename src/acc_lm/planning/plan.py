@@ -409,7 +409,7 @@ def _simplest_of_fastest(candidates: list[Candidate], wanted: int, memory: float
 
 def command_line(candidate: Candidate, recipe: str, overrides: Sequence[str] = ()) -> str:
     """Command line that runs the candidate, with the keys that the plan was made for."""
-    words = ["accelerate launch", f"--config_file accelerate_configs/{candidate.placement.config}.yaml"]
+    words = ["accelerate launch", f"--config_file {shlex.quote(candidate.placement.file)}"]
     words += [
         *launch_words(candidate.placement, compiled=candidate.compiled),
         "train.py",

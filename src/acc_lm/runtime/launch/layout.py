@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from acc_lm.config.project import find_accelerate_config
+from acc_lm.errors import ConfigError
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
 from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, requested_grid
@@ -49,6 +51,8 @@ class Placement:
     """Bytes of a trained parameter's gradient between micro-batches."""
     updates: float
     """Bytes of a trained parameter's gradient and of its copies at the update."""
+    file: str = ""
+    """Path of that config."""
     at_once: bool = False
     """True if the memory of all of a process's gradients is taken when the first is reduced."""
     apart: bool = False
@@ -110,7 +114,17 @@ def placement_of(
         in_layers = file.stem in WITH_LAYERS_IN_PARTS
         options += _words_for_parts(file.stem, num_processes, *((1, parts) if in_layers else (parts, 1)))
     with launched(file, options) as typed:
-        return replace(current_placement(config), config=file.stem, num_machines=int(typed.num_machines or 1))
+        found = current_placement(config)
+    return replace(found, config=file.stem, file=_as_typed(file), num_machines=int(typed.num_machines or 1))
+
+
+def _as_typed(file: Path) -> str:
+    """Path of an Accelerate config as one would type it in the project's folder."""
+    try:
+        is_the_projects = find_accelerate_config(file.stem).samefile(file)
+    except ConfigError:
+        is_the_projects = False
+    return f"accelerate_configs/{file.name}" if is_the_projects else str(file)
 
 
 def current_placement(config: Config) -> Placement:
