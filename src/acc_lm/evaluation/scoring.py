@@ -226,7 +226,7 @@ def build_scored_model(
         if (size := parts_of_layers()) > 1:
             raise ConfigError(
                 f"MODEL must be complete with layers in {size} parts, got an adapter; merge it first (acc-lm export {folder} merged --merge), or "
-                "use accelerate_configs/fsdp2.yaml"
+                "use an Accelerate config that divides no layers"
             )
         adapted = load_exported(folder, config.trust_remote_code, dtype=DTYPES[config.dtype])
         adapted.set_adapter(ADAPTER_NAME)  # trainable, as engines require; this one is never trained
