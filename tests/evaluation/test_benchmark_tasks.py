@@ -138,6 +138,12 @@ def test_the_same_command_after_the_end_keeps_the_figures(tiny: list[str], tmp_p
     assert "benchmarks" not in read_summary(run)
     assert "arc" not in (run / "final/README.md").read_text()
 
+    edited = {"arc": {"step": 8}, "wiki": {"step": 8, "harness": "h 1", "metrics": 3}}
+    (run / "summary.json").write_text(json.dumps(read_summary(run) | {"benchmarks": edited}))
+    run_training([*tiny, "training.max_steps=8"])  # an edited summary costs the end of no run
+    assert read_summary(run)["status"] == "completed"
+    assert (run / "final/README.md").read_text().startswith("---\n"), "and not the card"
+
 
 REFUSALS = {
     "--tasks a --data x.txt": "--data must be left out with --tasks",

@@ -30,7 +30,7 @@ from acc_lm.config.loading import dump_config, load_config
 from acc_lm.errors import CheckpointError, ConfigError, DivergedError, UserError
 from acc_lm.files import write_json
 from acc_lm.run_files import metrics_file
-from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, RECIPE
+from acc_lm.run_files.names import CHECKPOINTS, ENVIRONMENT, FINAL, RECIPE, STARTED_ON
 from acc_lm.run_files.summary import read_json_file, read_summary
 from acc_lm.runtime import Identity, close, environment, on_main, parts_of_layers, parts_of_rows
 
@@ -39,18 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from acc_lm.data import Data
-
-STARTED_ON = (
-    "strategy",
-    "engine",
-    "num_processes",
-    "rows_in_parts",
-    "layers_in_parts",
-    "precision",
-    "device",
-    "threads",
-)
-"""Parts of the identity that may change with each start of a run."""
 
 
 def check_same_recipe(

@@ -26,7 +26,7 @@ from acc_lm.reporting.report_proof import proof_of
 from acc_lm.reporting.run_record import RunRecord, StartOfRun, listed, number, words
 from acc_lm.run_files.charts import AXES, LONGEST_NAME, PARTS_OF_A_STEP, By, charts_of, marks_of, more_charts_of
 from acc_lm.run_files.metrics_file import gain
-from acc_lm.run_files.names import ENVIRONMENT, METRICS, RECIPE, SAMPLES, SUMMARY
+from acc_lm.run_files.names import ENVIRONMENT, METRICS, RECIPE, SAMPLES, STARTED_ON, SUMMARY
 
 MAX_SHOWN = 8
 """Number of samples of one prompt, from the first to the last evaluation."""
@@ -312,19 +312,7 @@ def starts_of(record: RunRecord) -> list[Part]:
     """Table of the starts, with what changed between them; and the events of the run."""
     rows = []
     for before, start in zip([None, *record.starts], record.starts, strict=False):
-        changed = [
-            name
-            for name in (
-                "strategy",
-                "num_processes",
-                "rows_in_parts",
-                "layers_in_parts",
-                "precision",
-                "device",
-                "threads",
-            )
-            if _changed(before, start, name)
-        ]
+        changed = [name for name in STARTED_ON if name != "engine" and _changed(before, start, name)]
         facts = start.facts
         where = f"step {start.step:,}"
         device = ", ".join(text for text in (words(facts, "precision"), words(facts, "device")) if text)

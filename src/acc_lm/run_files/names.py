@@ -12,3 +12,14 @@ FINAL = "final"
 CHECKPOINTS = "checkpoints"
 STATE, MANIFEST = "state.json", "manifest.json"
 """Files of a checkpoint, next to its tensors."""
+STARTED_ON = (
+    "strategy",
+    "engine",
+    "num_processes",
+    "rows_in_parts",
+    "layers_in_parts",
+    "precision",
+    "device",
+    "threads",
+)
+"""Parts of the identity that may change with each start of a run, and that environment.json has for each."""

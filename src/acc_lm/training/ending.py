@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,12 @@ def keep_benchmarks(output_dir: Path, final: Path, step: int) -> dict[str, Any]:
     kept = {name: task for name, task in tasks if isinstance(task, dict) and task.get("step") == step}
     card = final / "README.md"
     for name, task in kept.items():
-        text = card_with_benchmarks(card.read_text(encoding="utf-8"), {name: task}, task["harness"])
-        card.write_text(str(text), encoding="utf-8")
+        with contextlib.suppress(
+            LookupError, TypeError, ValueError, AttributeError
+        ):  # a summary that was edited costs no run
+            text = card_with_benchmarks(card.read_text(encoding="utf-8"), {name: task}, task["harness"])
+            if text is not None:
+                card.write_text(text, encoding="utf-8")
     return {"benchmarks": kept} if kept else {}
 
 
