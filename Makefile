@@ -1,8 +1,9 @@
 # make help lists the targets.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
-.PHONY: help train test test-more test-all lint site docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
+.PHONY: help train test test-more test-all lint versions site docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,9 +26,17 @@ lint: .venv/installed  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# torch and what comes with it are left out: which build fits depends on the machine.
+versions:  ## constraints.txt: the newest releases that pyproject.toml allows; then run the tests
+	rm -rf build/newest && $(PYTHON) -m venv build/newest
+	build/newest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]'
+	sed -n '/^#/p' constraints.txt > build/constraints.txt
+	build/newest/bin/python -m pip freeze --exclude-editable | grep -vE '^(torch|triton|nvidia|cuda)' >> build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
 # All pages in English and Traditional Chinese, with search, and nothing that another host serves. SITE_URL=https://... if it will have an address.
 site: .venv/installed  ## the pages as a website in both languages, in build/site
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[site]'
+	$(INSTALL) --editable '.[site]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python docs/check_site.py build/site
 
@@ -78,8 +87,8 @@ models: .venv/installed  ## docs/reference/models.md: every causal type of trans
 # (only examples/pytorch/language-modeling/run_clm_no_trainer.py) are clones in the folder PEERS.
 PEERS ?= peers
 bench: .venv/installed  ## docs/measured/benchmarks.md: speed next to peers, on a CPU; PEERS=FOLDER has their clones
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev,bench]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps litgpt
+	$(INSTALL) --editable '.[dev,bench]'
+	$(INSTALL) --no-deps litgpt
 	PEERS=$(PEERS) $(BIN)/python -m benchmarks.cpu --page docs/measured/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py docs/guides/data.md
 
@@ -89,11 +98,11 @@ bench-gpu: .venv/installed  ## the same on a GPU, in three parts
 	$(BIN)/python -m benchmarks.gpu gpt2
 	$(BIN)/python -m benchmarks.gpu llama --page docs/measured/benchmarks.md
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "acc-lm needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	test -d .venv || $(PYTHON) -m venv .venv
 	@echo 'installing into .venv, which takes some minutes and prints nothing'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 clean:  ## remove .venv and builds

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 from processes import ROOT, Launch, run_everywhere, run_training
 from test_resume import metrics_of
@@ -298,6 +300,22 @@ def test_the_oldest_libraries_allowed_have_no_known_hole() -> None:
     for name, first in mended.items():
         assert Version(minimums[name]) >= Version(first), name
         assert Version(version(name)) >= Version(minimums[name]), name
+
+
+def test_the_tested_releases_are_written_down_for_every_direct_dependency() -> None:
+    """`make` installs these; torch is left out because the build depends on the machine."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines if not line.startswith("#")}
+    wanted = [Requirement(text) for text in [*project["dependencies"], *extras["dev"], *extras["metrics"]]]
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        if name in ("torch", "acc-lm"):
+            assert name not in tested
+        else:
+            assert name in tested, name
+            assert requirement.specifier.contains(tested[name]), f"{name} {tested[name]}"
 
 
 # --- nothing leaves the folder of the run --------------------------------------------------------------------------

@@ -190,10 +190,10 @@ def own_masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
     from transformers.masking_utils import create_masks_for_generate
 
     return create_masks_for_generate(
-        config=model.config,
-        inputs_embeds=torch.empty(*position_ids.shape, 0, dtype=model.dtype, device=position_ids.device),
-        attention_mask=None,
-        past_key_values=None,
+        model.config,
+        torch.empty(*position_ids.shape, 0, dtype=model.dtype, device=position_ids.device),
+        None,  # of padding
+        None,  # the cache, whose name differs between releases
         position_ids=position_ids,
     )
 
