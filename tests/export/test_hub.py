@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from processes import Launch, run_training
 from acc_lm.cli import main
 from acc_lm.config.loading import load_config, shareable_recipe
 from acc_lm.export import card as cards
+from acc_lm.export import hub
 
 Push = Callable[..., tuple[int, str]]
 
@@ -142,6 +145,41 @@ def test_a_push_that_fails_leaves_nothing_and_says_the_command(
     if broken:
         server.broken = None
         assert push(str(final), "me/model")[0] == 0
+
+
+@pytest.mark.parametrize("silent", ["POST /api/repos/create", "POST .*/commit/", "GET /api/models"])
+def test_a_hub_that_never_answers_holds_no_run(
+    silent: str, server: HubServer, final: Path, push: Push, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "SILENCE_SECONDS", 0.2)
+    server.silent = silent
+    code, shown = push(str(final), "me/model")
+    assert code == 4
+    assert "timed out" in shown
+    assert f"then: acc-lm push {final} me/model" in shown
+
+
+def test_a_stop_during_the_push_leaves_a_completed_run(server: HubServer, tiny: list[str], tmp_path: Path) -> None:
+    server.silent = "POST /api/repos/create"
+
+    def function() -> int:
+        import train
+
+        talk_to(server, tmp_path)
+        return train.main([*tiny, "export.push_to_hub=me/model"])
+
+    launch = Launch(function, 1, {"HF_TOKEN": TOKEN})
+    assert server.heard.wait(60)
+    os.kill(launch.pids[0], signal.SIGTERM)
+    finished = launch.wait(60)
+    final = tmp_path / "run/final"
+    assert finished.codes == [0], finished.output
+    assert (
+        f"warning: the push of {final} was interrupted; the run itself is complete; to push: acc-lm push {final} me/model"
+        in finished.output
+    )
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("completed", 0)
 
 
 @pytest.mark.parametrize(("base", "has_note"), [("org/base", False), ("/home/me/base", True)])

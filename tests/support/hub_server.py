@@ -28,14 +28,22 @@ class HubServer(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.broken: str | None = None
         """Pattern of requests that are refused from now on, as when the storage of the owner is full."""
+        self.silent: str | None = None
+        """Pattern of requests that are never answered."""
+        self.heard = threading.Event()
+        """Set when such a request has come."""
+        self.ends = threading.Event()
 
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
     with HubServer() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+        try:
+            yield server
+        finally:
+            server.ends.set()
+            server.shutdown()
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -55,6 +63,10 @@ class _Answer(BaseHTTPRequestHandler):
     def _is_refused(self) -> bool:
         server, request = self.server, f"{self.command} {self.path}"
         server.requests.append(request)
+        if server.silent and re.search(server.silent, request):
+            server.heard.set()
+            server.ends.wait()
+            return True
         if server.broken and re.search(server.broken, request):
             self._answer(403, {"error": "storage limit reached"})
             return True

@@ -8,10 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
-from acc_lm.errors import ConfigError, MachineError, first_line
+from acc_lm.errors import ConfigError, MachineError, Preempted, first_line
 from acc_lm.redaction import printable, redact
 
 MODEL_FILES = ("config.json", "adapter_config.json")
+SILENCE_SECONDS = 120.0
+"""Seconds for which the Hub may neither take nor send a byte; huggingface_hub itself would wait for ever."""
 
 
 def hub_id(name: str | None) -> str | None:
@@ -39,21 +41,25 @@ def push_folder(folder: Path, name: str, *, public: bool = False) -> str:
     Raises:
         MachineError: no login, no network, or the Hub refuses; the command that repeats the push is in it.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_session
 
     try:
+        get_session().timeout = SILENCE_SECONDS
         hub = HfApi()
         url = hub.create_repo(name, private=not public, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload with acc-lm")
-        kind = "private" if hub.model_info(name).private else "public"
+        kind = "private" if hub.model_info(name, timeout=SILENCE_SECONDS).private else "public"
     except Exception as error:  # network, permissions, quota, damaged answers: none of them may become a traceback
-        again = f"acc-lm push {shlex.quote(str(folder))} {name}" + " --public" * public
         raise MachineError(
             f"the Hub must take {folder} as {name}, got: {redact(first_line(error))}; log in with `hf auth login`, or set HF_TOKEN to a token "
-            f"that may write, then: {again}"
+            f"that may write, then: {push_command(folder, name, public)}"
         ) from None
     line = f"pushed {folder} to {printable(str(url))} ({kind})"
     return line + _note_of_base(folder)
+
+
+def push_command(folder: Path, name: str, public: bool = False) -> str:
+    return f"acc-lm push {shlex.quote(str(folder))} {name}" + " --public" * public
 
 
 def _note_of_base(folder: Path) -> str:
@@ -68,7 +74,7 @@ def _note_of_base(folder: Path) -> str:
 
 
 def push_or_explain(folder: Path, name: str) -> str:
-    """Line about a push at the end of a run, which a failure does not fail."""
+    """Line about a push at the end of a run, which neither a failure nor a signal fails."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
@@ -77,6 +83,8 @@ def push_or_explain(folder: Path, name: str) -> str:
         return push_folder(folder, name)
     except MachineError as error:
         return f"warning: {printable(str(error))}; the run itself is complete"
+    except (Preempted, KeyboardInterrupt):
+        return f"warning: the push of {folder} was interrupted; the run itself is complete; to push: {push_command(folder, name)}"
     finally:
         if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
             enable_progress_bars()

@@ -69,14 +69,17 @@ def write_failure(
 
     Args:
         speaks: True if this process writes the summary; None: only the main process does.
-        began: start of this attempt, by `time.time()`; processes other than the main one keep a newer summary as it is.
+        began: start of this attempt, by `time.time()`; processes other than the main one keep a newer summary as it is,
+            and a stop keeps one of a run that this attempt has completed.
     """
     if output_dir is None or not (is_main_process() if speaks is None else speaks):
         return
     folder = Path(output_dir)
     with contextlib.suppress(Exception):  # no further error, such as a full disk, may hide the original one
         file = folder / SUMMARY
-        is_said = began is not None and not is_main_process() and file.exists() and file.stat().st_mtime > began
+        is_newer = began is not None and file.exists() and file.stat().st_mtime > began
+        was_completed = status in ("preempted", "interrupted") and read_summary(folder).get("status") == "completed"
+        is_said = is_newer and (was_completed or not is_main_process())
         if folder.is_dir() and not is_said:
             made = {key: value for key, value in read_summary(folder).items() if key in MADE}
             facts = made | _standing(folder)
