@@ -383,17 +383,24 @@ def test_trained_modules_of_a_base_in_16_bits_are_in_32(bases: dict[str, Path], 
     assert load_exported(tmp_path / "final").eval()(ids).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(("model", "engine"), [("llama", ("single", 1)), ("gpt2", ("fsdp2", 2))])
+@pytest.mark.parametrize(
+    ("model", "engine", "precision"),
+    [("llama", ("single", 1), "no"), ("gpt2", ("fsdp2", 2), "no"), ("gpt2", ("single", 1), "bf16")],
+)
 def test_an_adapter_on_16_bits_is_scored_as_it_was_trained(
-    model: str, engine: tuple[str, int], recipe: list[str], bases: dict[str, Path], tmp_path: Path
+    model: str, engine: tuple[str, int], precision: str, recipe: list[str], bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Trained weights stay in 32 bits, and tied tables tied; GPT-2's head has the weight of its embeddings."""
+    """Trained weights stay in 32 bits, and tied tables tied; GPT-2's head has the weight of its embeddings.
+
+    GPT-2's LayerNorm takes no inputs wider than its weights on a CPU, under autocast neither.
+    """
     name, num_processes = engine
     environment = (
         launcher_environment(ROOT / f"accelerate_configs/{name}.yaml", num_processes) if num_processes > 1 else {}
     )
     run = tmp_path / "run"
-    run_training([*recipe, *lora(model, bases[model]), "model.dtype=bfloat16", f"output_dir={run}"])
+    precisions = ["model.dtype=bfloat16", f"training.mixed_precision={precision}"]
+    run_training([*recipe, *lora(model, bases[model]), *precisions, f"output_dir={run}"])
     known = json.loads((run / "summary.json").read_text())["eval_loss"]["last"]
     finished = Launch(lambda: main(["evaluate", str(run), "--json"]), num_processes, environment).wait()
     assert finished.codes == [0] * num_processes, finished.output

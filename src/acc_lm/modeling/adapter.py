@@ -164,8 +164,9 @@ def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def _widen(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Hold the own weights of these modules in float32, as those of the adapter, where the model has 16 bits.
 
-    The rest of the model keeps its type: outside of autocast, what enters a module with such a weight, shared or not, is
-    widened and what leaves it is narrowed again. The head's loss or logits stay in float32.
+    The rest of the model keeps its type: what leaves a module with such a weight, shared or not, is narrowed again, as not
+    every layer takes inputs wider than its weights, and what enters it is widened, unless autocast chooses the types. The
+    head's loss or logits stay in float32.
     """
     own = {
         id(parameter): parameter
@@ -177,10 +178,10 @@ def _widen(model: PreTrainedModel, names: Iterable[str]) -> None:
         parameter.data = parameter.data.float()
 
     def widen(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_cast(value, torch.bfloat16, torch.float32) for value in inputs)
+        return tuple(_widened(value) for value in inputs)
 
     def narrow(module: nn.Module, inputs: Any, output: Any) -> Any:
-        return _cast(output, torch.float32, torch.bfloat16)
+        return output.bfloat16() if isinstance(output, Tensor) and output.dtype == torch.float32 else output
 
     for module in model.modules():
         if any(id(parameter) in own for parameter in module.parameters(recurse=False)):
@@ -189,11 +190,10 @@ def _widen(model: PreTrainedModel, names: Iterable[str]) -> None:
                 module.register_forward_hook(narrow)
 
 
-def _cast(value: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
-    """Tensor of type `given` in type `wanted`, unless autocast chooses the types; anything else as it is."""
-    if not isinstance(value, Tensor) or value.dtype != given or torch.is_autocast_enabled(value.device.type):
-        return value
-    return value.to(wanted)
+def _widened(value: Any) -> Any:
+    """16-bit tensor in float32, unless autocast chooses the types; anything else as it is."""
+    is_narrow = isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    return value.float() if is_narrow and not torch.is_autocast_enabled(value.device.type) else value
 
 
 def saved_modules(model: PreTrainedModel, names: list[str]) -> list[str]:
