@@ -23,7 +23,8 @@ import numpy as np
 from acc_lm.planning.closed_form import peak_memory
 from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import GPUS, Gpu
-from acc_lm.planning.speed import CALIBRATED_SPREAD, SPREAD, Layout, Recomputed, Shape, StepTime, Work, step_time
+from acc_lm.planning.shapes import Layout, Recomputed, Shape, Work
+from acc_lm.planning.speed import CALIBRATED_SPREAD, SPREAD, StepTime, step_time
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "benchmarks/published.csv"

@@ -15,7 +15,8 @@ from acc_lm.errors import ConfigError
 from acc_lm.planning.closed_form import peak_memory
 from acc_lm.planning.constants import FITTED
 from acc_lm.planning.hardware import GPUS, parse_gpus
-from acc_lm.planning.speed import RECOMPUTED, Layout, Shape, StepTime, Work, step_time
+from acc_lm.planning.shapes import RECOMPUTED, Layout, Shape, Work
+from acc_lm.planning.speed import StepTime, step_time
 from benchmarks import planning
 
 LLAMA_1B = Shape(16, 2048, 8192, True, 32, 8, 64, 128256, True, other_parameters=67584)
@@ -79,7 +80,7 @@ def test_facts_about_gpus_are_plausible_and_precision_follows_the_capability() -
 
 
 def test_planning_loads_no_torch() -> None:
-    code = "import sys, acc_lm.planning.speed, acc_lm.planning.closed_form; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, acc_lm.planning.communication, acc_lm.planning.speed, acc_lm.planning.closed_form; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, check=True)
 
 

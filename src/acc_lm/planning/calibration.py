@@ -14,7 +14,7 @@ from typing import Any
 from acc_lm.cache import cache_folder
 from acc_lm.errors import warn_once
 from acc_lm.planning.hardware import Gpu
-from acc_lm.planning.speed import Shape
+from acc_lm.planning.shapes import Shape
 
 PLAUSIBLE = (0.1, 30.0)
 """Ratios outside of this range come from something else than the speed of a GPU."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from acc_lm.planning.speed import Layout, Shape
+from acc_lm.planning.shapes import Layout, Shape
 
 LOGITS_OF_A_CHUNK = 2**28
 """Logits that the fused loss computes at a time on a GPU."""

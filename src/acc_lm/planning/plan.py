@@ -14,7 +14,8 @@ from acc_lm.planning.calibration import known_ratio
 from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
 from acc_lm.planning.probe import SWITCH, Checkpointing, Probe
-from acc_lm.planning.speed import RECOMPUTED, Layout, Range, Shape, StepTime, Work, step_time
+from acc_lm.planning.shapes import RECOMPUTED, Layout, Shape, Work
+from acc_lm.planning.speed import Range, StepTime, step_time
 from acc_lm.runtime import (
     KEPT,
     NOT_PLANNED,

@@ -22,7 +22,7 @@ from acc_lm.studies.launching import num_accelerators
 if TYPE_CHECKING:
     from acc_lm.config import Config
     from acc_lm.planning.hardware import Gpu
-    from acc_lm.planning.speed import Shape
+    from acc_lm.planning.shapes import Shape
     from acc_lm.runtime import Placement
     from acc_lm.studies.scaling import ScalingRow
 
