@@ -286,6 +286,9 @@ def test_a_file_with_parts_of_its_own_is_planned_as_it_would_be_launched(
     assert main(["plan", *few, "4xH100", "--config", str(both)]) == 0
     assert "rows in 2 parts, layers in 2 parts" in capsys.readouterr().out
     assert main(["plan", *few, "4xH100", "--config", str(both), "training.global_batch_size=1"]) == 0
+    for gpus in ("1xH100", "2xH100"):
+        assert main(["plan", *few, gpus, "--config", str(both)]) == 4, "its sizes are those of four processes"
+        assert "error: parallelism_config must multiply to the number of processes" in capsys.readouterr().err
 
     hsdp = tmp_path / "hsdp.yaml"
     text = (ROOT / "accelerate_configs/hsdp.yaml").read_text().partition("parallelism_config:")[0]

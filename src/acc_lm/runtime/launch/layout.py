@@ -11,7 +11,8 @@ from acc_lm.config.project import find_accelerate_config
 from acc_lm.errors import ConfigError
 from acc_lm.runtime.launch.doctor import launched
 from acc_lm.runtime.settings.deepspeed import offload_device
-from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, requested_grid
+from acc_lm.runtime.settings.fsdp import mesh
+from acc_lm.runtime.settings.grid import check_grid, parts_of_layers, parts_of_rows, processes_of_reader, requested_grid
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -114,6 +115,11 @@ def placement_of(
         in_layers = file.stem in WITH_LAYERS_IN_PARTS
         options += _words_for_parts(file.stem, num_processes, *((1, parts) if in_layers else (parts, 1)))
     with launched(file, options) as typed:
+        if processes_of_reader() > 1:  # sizes in the file, which fit some numbers of processes only
+            strategy = requested_strategy()
+            check_grid(world_size(), strategy, typed)
+            if strategy in ("fsdp2", "hsdp"):
+                mesh(world_size())
         found = current_placement(config)
     return replace(found, config=file.stem, file=_as_typed(file), num_machines=int(typed.num_machines or 1))
 
