@@ -149,6 +149,8 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
     # peft imports bitsandbytes, which warns about a missing kernel from the Hub that was never requested.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: record.levelno > logging.WARNING)
+    # Accelerate finds no layers in parts to prepare: `engines.tensor_parallel` cuts them itself.
+    logging.getLogger("accelerate.accelerator").addFilter(lambda record: "TP preparation" not in record.getMessage())
     warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # Accelerate's HSDP mesh, on every process
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
