@@ -163,7 +163,8 @@ def check_run(output_dir: Path, outputs: list[str], strategy: str, num_processes
     assert [place["local_rank"] for place in summary["processes"]] == [*range(num_processes // 2)] * 2
     assert f"world size {num_processes}, backend gloo; this is rank 0, local rank 0" in outputs[0]
     log = (output_dir / "train.log").read_text().splitlines()
-    assert all(re.search(r" rank 0( |$)", line) for line in log), "only the first machine speaks"
+    own = [line for line in log if "  DeepSpeed deepspeed.ops." not in line]  # extensions, built on each machine
+    assert all(re.search(r" rank 0( |$)", line) for line in own), "only the first machine speaks"
     assert len([line for line in log if "  step 6/6  loss" in line]) == 1
     assert "step 6/6" in outputs[0]
     assert "step 6/6" not in outputs[1], "only the first machine speaks"

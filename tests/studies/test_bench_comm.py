@@ -77,7 +77,7 @@ def test_bench_comm_by_a_real_launch(tiny_recipe: Path, tmp_path: Path, monkeypa
     assert (values["num_processes"], values["strategy"], values["device"]) == (2, "ddp", "cpu")
 
     assert [(row["kind"], row["bytes"]) for row in rows["collectives"]] == [
-        (kind, size) for kind in ("all-reduce", "all-gather", "reduce-scatter") for size in (4096, 65536)
+        (kind, size) for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all") for size in (4096, 65536)
     ]
     for row in rows["collectives"]:
         share = 1.0 if row["kind"] == "all-reduce" else 0.5  # of two processes: 2 (N - 1) / N, and (N - 1) / N
