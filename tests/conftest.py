@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compilers for each of the many processes
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are forked from this one
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
