@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
 
-.PHONY: help train test test-more test-all lint versions site docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
+.PHONY: help train test test-more test-all test-oldest lint versions site docs readme parity memory scaling chaos fuzz mutate models bench bench-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,11 @@ test-more: .venv/installed  ## the tests that tests/deferred.txt leaves out of m
 
 test-all: .venv/installed  ## the slow ones too
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m ""
+
+test-oldest:  ## those of make test with the oldest transformers that pyproject.toml allows
+	test -d build/oldest || $(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]' 'transformers==5.17.0'
+	PATH="$(CURDIR)/build/oldest/bin:$$PATH" build/oldest/bin/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/installed  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from chat_templates import FAMILIES, Family
+from releases import needs_transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -456,6 +457,8 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]],
 
 @pytest.mark.parametrize("name", [*FAMILIES, "ours"])
 def test_the_trained_text_is_byte_for_byte_what_the_library_renders(name: str) -> None:
+    if name == "chatml":
+        needs_transformers("5.23", "a message without content is rendered as None")
     tokenizer = copy.deepcopy(tokenizer_of("byte", name if name in FAMILIES else "zephyr"))
     template = load_template(tokenizer) if name in FAMILIES else load_template(tokenizer, None)
     if name == "ours":

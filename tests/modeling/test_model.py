@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import needs_transformers
 from test_step import MODELS, make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -426,6 +427,8 @@ def test_an_empty_model_of_a_continued_one_reads_no_weights(tokenizer: Any, tmp_
 )
 def test_no_architecture_is_refused(model_type: str, fields: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
     """Neither for unused parameters, where experts see a few of the four tokens of the check, nor for leaks; continued as well."""
+    if model_type == "doge":
+        needs_transformers("5.18", "Doge's logits depend on later tokens")
     known = type(AutoConfig.for_model(model_type))()
     values = {key: value for key, value in SMALL.items() if hasattr(known, key)} | fields | {"vocab_size": 257}
     config = ModelConfig(config={"model_type": model_type, **values})

@@ -16,6 +16,7 @@ from acc_lm.files import written_aside
 from acc_lm.modeling.adapter import ADAPTER_NAME, apply_adapter, convert_weights, open_adapter
 from acc_lm.modeling.adapter import SETTINGS as ADAPTER_SETTINGS
 from acc_lm.modeling.pretrained import refuse_kernels
+from acc_lm.runtime import loaded_by_every_process
 from acc_lm.text.tokenizer import read_tokenizer
 
 
@@ -43,9 +44,10 @@ def load_exported(
         refuse_kernels(found, trust_remote_code, "model")
         if adapter is not None:
             how["dtype"] = torch.bfloat16 if adapter.dtype == "bfloat16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(
-            where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
-        )
+        with loaded_by_every_process():
+            model = AutoModelForCausalLM.from_pretrained(
+                where, use_safetensors=True, trust_remote_code=trust_remote_code, **how
+            )
     except Exception as error:  # damaged files lead to errors of any kind inside transformers
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise

@@ -76,6 +76,7 @@ from acc_lm.runtime.monitoring.step_timing import Pace
 from acc_lm.runtime.monitoring.traffic import VARIABLE as COUNT_TRAFFIC
 from acc_lm.runtime.monitoring.traffic import Traffic, received_over_tcp, summarize_traffic
 from acc_lm.runtime.settings.config_file import shareable_config, without_launch
+from acc_lm.runtime.settings.fsdp import loaded_by_every_process
 from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, readers, readers_of_whole_rows, repeats_losses
 from acc_lm.runtime.settings.strategy import bare_model, has_accelerator, world_size
 
@@ -137,6 +138,7 @@ __all__ = [
     "keep_libraries",
     "keep_threads",
     "launch_words",
+    "loaded_by_every_process",
     "machine",
     "measure_step",
     "memory_held",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +55,23 @@ def fsdp_plugin(precision: str, has_accelerator: bool) -> FullyShardedDataParall
     if not has_accelerator:
         plugin.cpu_offload = OffloadPolicy()  # the parameters are on the CPU already; torch would look for a GPU
     return plugin
+
+
+@contextmanager
+def loaded_by_every_process() -> Iterator[None]:
+    """Context in which transformers loads a model in full on every process.
+
+    Under FSDP, releases before 5.23 leave zeros on all processes but the first, as Accelerate will send them the weights.
+    """
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def mesh(num_processes: int) -> ParallelismConfig | None:
