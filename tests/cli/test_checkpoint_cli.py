@@ -120,7 +120,8 @@ def test_an_output_that_cannot_be_new_is_refused_in_one_line(
     assert main(["checkpoint", action, latest, str(link)]) == 2
     assert main(["checkpoint", action, latest, str(file / "b.safetensors")]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: OUTPUT must be a new f") and link.is_symlink()
+    assert first.startswith("error: OUTPUT must be a new f")
+    assert link.is_symlink()
     assert second == (
         f"error: {file}/b.safetensors must be in a folder that can be written, got: File exists; choose another path"
     )
