@@ -82,7 +82,7 @@ def build(config: Config, mode: Mode) -> Run | None:
     if config.training.find_micro_batch_size:
         config, lines = runtime.fit_micro_batch(accelerator, model, optimizer, data.train, config)
         notes += lines
-    check_disk_space(output_dir, model, config.checkpoint, plan.num_steps)
+    check_disk_space(output_dir, model, config.checkpoint, plan.num_steps, found.progress.step + 1)
 
     start = training.load_start(accelerator, found, notes, config, data, facts.base, model, optimizer)
     speed = Speed(accelerator, config, identity, model, facts.flops, memory, start.progress, plan.num_steps)

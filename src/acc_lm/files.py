@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from acc_lm.errors import UNSUPPORTED, StorageError, storage_reason, warn_once
+from acc_lm.errors import UNSUPPORTED, ConfigError, StorageError, storage_reason, warn_once
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
@@ -97,11 +97,20 @@ def written_aside(output: Path) -> Iterator[Path]:
     """Path near `output` for writing a file or folder that becomes `output` at the end, completely or not at all.
 
     Raises:
+        ConfigError: there can be no such path.
         StorageError: the disk is full or cannot be written.
     """
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".acc-lm-") as folder:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            aside = tempfile.TemporaryDirectory(dir=output.parent, prefix=".acc-lm-")
+        except OSError as error:
+            if storage_reason(error):
+                raise
+            raise ConfigError(
+                f"{output} must be in a folder that can be written, got: {error.strerror}; choose another path"
+            ) from None
+        with aside as folder:
             work = Path(folder, output.name)
             yield work
             for file in [work, *work.rglob("*")]:

@@ -314,6 +314,25 @@ def test_a_rewound_run_moves_its_old_course_aside(run: Path, tiny: list[str]) ->
     }
 
 
+def test_an_edited_card_outlives_the_command_run_again(run: Path, tiny: list[str]) -> None:
+    """A recipe that changes the card gets its new one, and the edited one stays next to it."""
+    run_training(tiny)
+    card = run / "final/README.md"
+    written = card.read_text()
+    card.write_text(edited := written + "Mine.\n")
+    for _ in range(2):
+        assert "already complete" in run_training(tiny).output
+        assert card.read_text() == edited
+    again = run_training([*tiny, "export.license=mit"])
+    assert f"{card} had been edited, and is kept as {run}/aside-README.md" in again.output
+    assert "license: mit" in card.read_text()
+    assert "Mine." not in card.read_text()
+    assert (run / "aside-README.md").read_text() == edited
+    run_training(tiny)
+    assert card.read_text() == written
+    assert [path.name for path in run.glob("aside-*")] == ["aside-README.md"]
+
+
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}

@@ -109,6 +109,24 @@ def test_a_file_of_all_tensors_is_complete_or_absent(
     assert (says in capsys.readouterr().err) == full
 
 
+@pytest.mark.parametrize("action", ["export", "convert-to-hf"])
+def test_an_output_that_cannot_be_new_is_refused_in_one_line(
+    action: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link is the user's, wherever it leads, and a file has no folders in it."""
+    latest, link, file = str(runs["single"] / "checkpoints/latest"), tmp_path / "a.safetensors", tmp_path / "file"
+    link.symlink_to(tmp_path / "unmounted")
+    file.touch()
+    assert main(["checkpoint", action, latest, str(link)]) == 2
+    assert main(["checkpoint", action, latest, str(file / "b.safetensors")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: OUTPUT must be a new f")
+    assert link.is_symlink()
+    assert second == (
+        f"error: {file}/b.safetensors must be in a folder that can be written, got: File exists; choose another path"
+    )
+
+
 @pytest.mark.parametrize(
     ("moved", "says"), [(0, "pieces that overlap at element 0"), (257, "a gap at element 256")], ids=["overlap", "gap"]
 )

@@ -249,6 +249,11 @@ def test_datasets_and_bases_are_named_by_their_ids_alone(final: Path, tmp_path: 
     text = cards.model_card(config.model_copy(update={"data": data, "model": model}), facts, metrics, 6, 10)  # type: ignore[arg-type]
     found = ModelCard(text).data
     assert (found.datasets, found.base_model) == (["org/words"], "org/base")
+    assert "Measured on" not in text
+    part = {"training": config.training.model_copy(update={"eval_batches": 2})}
+    facts.eval_tokens = 2 * config.training.global_batch_size * config.data.sequence_length + 2
+    text_of_part = cards.model_card(config.model_copy(update=part), facts, metrics, 6, 10)  # type: ignore[arg-type]
+    assert f"Measured on {2 * config.training.global_batch_size} rows of it" in text_of_part
     assert {result.metric_type: result.metric_value for result in found.eval_results} == {"loss": 2.0, "accuracy": 0.5}
     merged = ModelCard(cards.merged_card(text, "org/base", "merged", "float32")).data
     assert (merged.license, merged.datasets, merged.base_model, merged.model_name) == (

@@ -395,3 +395,15 @@ def test_a_time_limit_counts_from_the_start_of_the_process(tmp_path: Path) -> No
         return 75 if request.agreed() == "training.max_minutes" else 1
 
     assert Launch(run).wait().code == 75
+
+
+def test_a_stop_during_the_export_is_one_on_every_process(tiny: list[str], tmp_path: Path) -> None:
+    """The launcher's signal ends the other process while the main one, which writes, has yet to handle its own."""
+
+    def prepare() -> None:
+        is_main = os.environ["RANK"] == "0"
+        wrap("acc_lm.export.export.model_card" if is_main else "acc_lm.export.export.on_main", tell)
+
+    stopped = train_with([*tiny, "training.micro_batch_size=6"], prepare, 2)
+    assert stopped.codes == [75, 75], stopped.outputs
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "preempted"

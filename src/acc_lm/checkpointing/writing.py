@@ -206,14 +206,21 @@ def _commit(work: Path, folder: Path, files: dict[str, Any], state: dict[str, An
     flush(folder.parent)
 
 
-def check_disk_space(output_dir: Path, model: nn.Module, config: CheckpointConfig, num_steps: int) -> None:
+def check_disk_space(
+    output_dir: Path, model: nn.Module, config: CheckpointConfig, num_steps: int, first_step: int = 1
+) -> None:
     """Refuse a run before its first step if its checkpoints will not fit on the disk.
 
-    With AdamW's state, each checkpoint has the size of three models.
+    With AdamW's state, each checkpoint has the size of three models. A run without a step left saves none.
+
+    Args:
+        first_step: the next step to train.
 
     Raises:
         StorageError: names the space that is needed and the space that is free.
     """
+    if first_step > num_steps:
+        return
     root = output_dir / CHECKPOINTS
     planned = 1 + (num_steps // config.every if config.every else 0)
     kept = planned if config.keep_last is None else min(planned, config.keep_last + config.keep_best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,7 @@ def export(folder: Path, output: Path) -> int:
     from acc_lm.files import written_aside
 
     _whole(folder)
-    if output.suffix != ".safetensors" or output.exists():
+    if output.suffix != ".safetensors" or os.path.lexists(output):
         raise ConfigError(f"OUTPUT must be a new file that ends in .safetensors, got {output}; name another")
     tensors = dict(read_tensors(folder))
     with written_aside(output) as work:
@@ -138,7 +139,7 @@ def convert_to_hf(folder: Path, output: Path, tokenizer: str | None) -> int:
     from acc_lm.text.tokenizer import read_tokenizer
 
     _whole(folder)
-    if output.exists():
+    if os.path.lexists(output):
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
     quiet_libraries()
     run = folder.resolve().parent.parent

@@ -13,8 +13,6 @@ from acc_lm.errors import ConfigError, MachineError, first_line
 from acc_lm.files import written_aside
 from acc_lm.redaction import printable, redact
 
-CARD = "README.md"
-
 
 def check_tasks(request: Request, tasks: Tasks) -> None:
     """Check for mistakes that are visible in the command line alone."""
@@ -116,6 +114,7 @@ def _record(
 ) -> list[str]:
     """Write the figures into the run's summary and the folder's model card; returns what was and was not written."""
     from acc_lm.export.card import card_with_benchmarks
+    from acc_lm.export.export import CARD
     from acc_lm.run_files.summary import record_benchmarks
 
     notes = []

@@ -69,6 +69,9 @@ def model_card(config: Config, facts: DataFacts, metrics: dict[str, float], step
         what, kind = f"A LoRA adapter of rank {adapter.rank}", f"for {base_name(config.model.name_or_path)}"
     loss, perplexity, accuracy = (metrics[f"eval/{name}"] for name in ("loss", "perplexity", "token_accuracy"))
     bits = f"{metrics['eval/bits_per_byte']:.4f}" if "eval/bits_per_byte" in metrics else "none"
+    rows = (config.training.eval_batches or 0) * config.training.global_batch_size
+    is_part = 0 < rows * config.data.sequence_length < facts.eval_tokens - 1
+    part = f"\nMeasured on {rows:,} rows of it (`training.eval_batches`).\n" if is_part else ""
     where = shareable_config()
     launch = f"\n## Accelerate config\n\n{_block('yaml', where)}\n" if where else ""
     return _checked(
@@ -88,7 +91,7 @@ Held out from training: {facts.eval_documents:,} documents, {facts.eval_bytes:,}
 | loss (nats per token) | perplexity | token accuracy | bits per byte |
 |---|---|---|---|
 | {loss:.4f} | {perplexity:.2f} | {accuracy:.4f} | {bits} |
-
+{part}
 ## Use
 
 ```python

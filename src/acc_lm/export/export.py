@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from acc_lm.checkpointing.format import free_name
+from acc_lm.checkpointing.format import checksum, free_name
 from acc_lm.checkpointing.loading import kept_pieces, kept_shapes, persistent_buffers
 from acc_lm.config import Config
 from acc_lm.data import Data
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
-STEPS = "run.json"
+CARD, STEPS = "README.md", "run.json"
 
 
 def export_model(
@@ -61,17 +61,19 @@ def export_model(
 
     def write() -> None:
         shutil.rmtree(work, ignore_errors=True)
-        checksum = base_checksum(bare)
-        if checksum is None:
+        base = base_checksum(bare)
+        if base is None:
             name_padding(bare, data.tokenizer)
             bare.save_pretrained(work, state_dict=weights)
         else:
-            save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, checksum)
+            save_adapter(work, weights, bare.peft_config[ADAPTER], config.model, base)
         data.tokenizer.save_pretrained(work)
         num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
         card = model_card(config, data.facts, metrics, step, num_parameters)
-        (work / "README.md").write_text(card, encoding="utf-8")
-        write_steps(work, step, run_step)
+        (work / CARD).write_text(card, encoding="utf-8")
+        written = {file.name: checksum(file) for file in work.iterdir() if file.suffix != ".safetensors"}
+        write_steps(work, step, run_step, files=written)
+        keep_edited(folder, work, written)
         for file in work.rglob("*"):
             if file.is_file():
                 make_readable(file)
@@ -89,6 +91,34 @@ def strangers(folder: Path, made: Path) -> bool:
     """Test whether the folder to be replaced holds files that the new one lacks, such as files of a user."""
     old, new = ({path.relative_to(each) for path in each.rglob("*") if path.is_file()} for each in (folder, made))
     return not old <= new
+
+
+def edited_files(folder: Path) -> dict[str, str]:
+    """Files of an exported model that were changed since, such as a completed card, with their checksums as written.
+
+    The weights are not among them: those of `final/` are always the run's.
+    """
+    try:
+        written = json.loads((folder / STEPS).read_text())["files"]
+        files = {name: known for name, known in written.items() if (folder / name).is_file()}
+        return {name: known for name, known in files.items() if checksum(folder / name) != known}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # no folder, or the record is missing, edited, or of an earlier version
+
+
+def keep_edited(old: Path, new: Path, written: dict[str, str]) -> None:
+    """Keep the edited files of the folder to be replaced: in the new one if it would have the same, else next to both.
+
+    Args:
+        written: checksum of each file of the new folder, by name.
+    """
+    for name, known in edited_files(old).items():
+        if written.get(name) == known:
+            shutil.copyfile(old / name, new / name)
+        elif name in written:
+            kept = free_name(old.with_name(name))
+            shutil.copyfile(old / name, kept)
+            print(f"{old / name} had been edited, and is kept as {kept}", flush=True)
 
 
 def name_padding(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -123,9 +153,13 @@ def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) ->
     return weights
 
 
-def write_steps(folder: Path, step: int, run_step: int) -> None:
-    """Record in an exported model the step of its weights, and the step that the run had reached."""
-    (folder / STEPS).write_text(json.dumps({"step": step, "run_step": run_step}) + "\n")
+def write_steps(folder: Path, step: int, run_step: int, **more: dict[str, str]) -> None:
+    """Record in an exported model the step of its weights, and the step that the run had reached.
+
+    Args:
+        more: `files`, the checksums of the files that a later export replaces.
+    """
+    (folder / STEPS).write_text(json.dumps({"step": step, "run_step": run_step, **more}) + "\n")
 
 
 def exported_steps(folder: Path) -> tuple[int, int] | None:

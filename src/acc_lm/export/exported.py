@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def merge(folder: Path, output: Path, dtype: torch.dtype = torch.float32) -> Non
         raise ConfigError(
             f"FINAL must be the folder of an adapter, got {got}; name the final/ of a finished run with one"
         )
-    if output.exists():
+    if os.path.lexists(output):
         raise ConfigError(f"OUTPUT must be a new folder, got {output}; name another")
     model = load_exported(folder, dtype=torch.float32)  # to merge without rounding
     is_tied = _is_tied(model.get_base_model())

@@ -46,7 +46,7 @@ def convert_to_gguf(folder: Path, output: Path, llama_cpp: Path, dtype: str) -> 
         is_adapter = (folder / "adapter_config.json").is_file()
         action = "merge it first: acc-lm export FINAL OUTPUT --merge" if is_adapter else "name the final/ of a run"
         raise ConfigError(f"FINAL must be the folder of a complete model, got {folder}; {action}")
-    if output.exists():
+    if os.path.lexists(output):
         raise ConfigError(f"OUTPUT must be a new file, got {output}; name another")
     pre_tokenizer = pre_tokenizer_of(folder) or ""
     with tempfile.TemporaryDirectory() as work, written_aside(output) as file:

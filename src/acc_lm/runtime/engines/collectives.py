@@ -38,7 +38,11 @@ def on_main(accelerator: Accelerator, function: Callable[[], T], group: Any = No
         except (UserError, Preempted) as error:
             answer[1] = error
     if accelerator.num_processes > 1:
-        dist.broadcast_object_list(answer, src=0, group=group)
+        try:
+            dist.broadcast_object_list(answer, src=0, group=group)
+        except RuntimeError:  # of an error that they share, such as a stop, the others may be gone already
+            if answer[1] is None:
+                raise
     if answer[1] is not None:
         raise answer[1]
     result: T = answer[0]
