@@ -71,9 +71,8 @@ def export_model(
         num_parameters = sum(math.prod(shape) for shape in kept_shapes(model).values())
         card = model_card(config, data.facts, metrics, step, num_parameters)
         (work / CARD).write_text(card, encoding="utf-8")
-        written = {file.name: checksum(file) for file in work.iterdir() if file.suffix != ".safetensors"}
-        write_steps(work, step, run_step, files=written)
-        keep_edited(folder, work, written)
+        write_steps(work, step, run_step, card=checksum(work / CARD))
+        keep_edited_card(folder, work)
         for file in work.rglob("*"):
             if file.is_file():
                 make_readable(file)
@@ -93,32 +92,30 @@ def strangers(folder: Path, made: Path) -> bool:
     return not old <= new
 
 
-def edited_files(folder: Path) -> dict[str, str]:
-    """Files of an exported model that were changed since, such as a completed card, with their checksums as written.
+def has_edited_card(folder: Path) -> bool:
+    """Test whether the card of an exported model was changed after it was written."""
+    return (written := _card_written(folder)) is not None and checksum(folder / CARD) != written
 
-    The weights are not among them: those of `final/` are always the run's.
-    """
+
+def _card_written(folder: Path) -> str | None:
+    """Checksum of the card as written; None: there is no card, or the record is missing, edited, or of an earlier version."""
     try:
-        written = json.loads((folder / STEPS).read_text())["files"]
-        files = {name: known for name, known in written.items() if (folder / name).is_file()}
-        return {name: known for name, known in files.items() if checksum(folder / name) != known}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no folder, or the record is missing, edited, or of an earlier version
+        written = json.loads((folder / STEPS).read_text())["card"]
+        return written if isinstance(written, str) and (folder / CARD).is_file() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def keep_edited(old: Path, new: Path, written: dict[str, str]) -> None:
-    """Keep the edited files of the folder to be replaced: in the new one if it would have the same, else next to both.
-
-    Args:
-        written: checksum of each file of the new folder, by name.
-    """
-    for name, known in edited_files(old).items():
-        if written.get(name) == known:
-            shutil.copyfile(old / name, new / name)
-        elif name in written:
-            kept = free_name(old.with_name(name))
-            shutil.copyfile(old / name, kept)
-            print(f"{old / name} had been edited, and is kept as {kept}", flush=True)
+def keep_edited_card(old: Path, new: Path) -> None:
+    """Keep the edited card of the folder to be replaced: in the new one if that has the same card, else next to both."""
+    if not has_edited_card(old):
+        return
+    if checksum(new / CARD) == _card_written(old):
+        shutil.copyfile(old / CARD, new / CARD)
+        return
+    kept = free_name(old.with_name(CARD))
+    shutil.copyfile(old / CARD, kept)
+    print(f"{old / CARD} had been edited, and is kept as {kept}", flush=True)
 
 
 def name_padding(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -153,13 +150,10 @@ def whole_weights(accelerator: Accelerator, model: nn.Module, optimizer: Any) ->
     return weights
 
 
-def write_steps(folder: Path, step: int, run_step: int, **more: dict[str, str]) -> None:
-    """Record in an exported model the step of its weights, and the step that the run had reached.
-
-    Args:
-        more: `files`, the checksums of the files that a later export replaces.
-    """
-    (folder / STEPS).write_text(json.dumps({"step": step, "run_step": run_step, **more}) + "\n")
+def write_steps(folder: Path, step: int, run_step: int, card: str | None = None) -> None:
+    """Record in an exported model the step of its weights, the step that the run had reached, and its card's checksum."""
+    steps = {"step": step, "run_step": run_step} | ({} if card is None else {"card": card})
+    (folder / STEPS).write_text(json.dumps(steps) + "\n")
 
 
 def exported_steps(folder: Path) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from acc_lm.checkpointing import resuming, rotation
 from acc_lm.errors import EXIT_PREEMPTED
 from acc_lm.evaluation.held_out import Evaluation
 from acc_lm.export.card import card_with_benchmarks
-from acc_lm.export.export import CARD, edited_files, export_model
+from acc_lm.export.export import CARD, export_model, has_edited_card
 from acc_lm.export.hub import push_or_explain
 from acc_lm.progress import Progress
 from acc_lm.reporting.console import closing_block
@@ -84,7 +84,7 @@ def keep_benchmarks(output_dir: Path, final: Path, step: int) -> dict[str, Any]:
     tasks = known.items() if isinstance(known, dict) else ()
     kept = {name: task for name, task in tasks if isinstance(task, dict) and task.get("step") == step}
     card = final / CARD
-    for name, task in kept.items() if CARD not in edited_files(final) else ():  # an edited one stays as it is
+    for name, task in () if has_edited_card(final) else kept.items():  # an edited one stays as it is
         with contextlib.suppress(
             LookupError, TypeError, ValueError, AttributeError
         ):  # a summary that was edited costs no run
