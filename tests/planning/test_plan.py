@@ -20,6 +20,7 @@ from acc_lm.cli import main
 from acc_lm.config import Config
 from acc_lm.config.loading import load_config
 from acc_lm.planning.hardware import GIB, parse_gpus
+from acc_lm.planning.plan import compute_dtype
 from acc_lm.planning.probe import Probe, vocabulary_of
 from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_LAYERS_IN_PARTS, WITH_ROWS_IN_PARTS, placement_of
 from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for, probe_of
@@ -299,6 +300,19 @@ def test_a_file_with_parts_of_its_own_is_planned_as_it_would_be_launched(
     )
     placement = placement_of(hsdp, 8, 1, probe_of("quickstart")[0])
     assert (placement.shards, placement.replicas) == (4, 2), "processes that share a row hold different shards"
+
+
+def test_a_model_of_16_bits_computes_in_them_and_its_adapter_is_held_in_32() -> None:
+    config = load_config(ROOT / "recipes/quickstart.yaml", ["model.dtype=bfloat16"])
+    adapted = config.model_copy(update={"adapter": config.adapter.model_copy(update={"kind": "lora"})})
+    for name, count, buckets in ("single_gpu", 1, 0), ("ddp", 2, 4), ("fsdp2", 2, 0):
+        file, shards = ROOT / f"accelerate_configs/{name}.yaml", 2 if name == "fsdp2" else 1
+        whole, adapter = (placement_of(file, count, 1, each) for each in (config, adapted))
+        assert compute_dtype(config, whole) == "bfloat16"
+        assert whole.weights == adapter.weights == 2 / shards, "bytes of a parameter"
+        assert whole.state == (4 + buckets / 2) / shards, "two moments, and DDP's bucket"
+        assert adapter.weights + adapter.state == (4 + 8 + buckets) / shards, "all in float32"
+        assert (whole.held, adapter.held) == (2 / shards, 4 / shards)
 
 
 def written(folder: Path, config: str, *edits: tuple[str, str], name: str = "own") -> str:

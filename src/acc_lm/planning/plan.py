@@ -339,6 +339,8 @@ def _timed(
 
 def compute_dtype(config: Config, placement: Placement) -> str:
     """Dtype of the products, as `modeling.flops.peak_of` names it."""
+    if placement.precision == "no" and config.model.dtype == "bfloat16":
+        return "bfloat16"
     return COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
 
 
@@ -378,7 +380,8 @@ def layout_of(placement: Placement) -> Layout:
         reduces_each_micro_batch=placement.shards_gradients,
         scatters_gradients=is_sharded,
         overlap=placement.overlap,
-        weight_bytes=2 if placement.compute == "cast" else 4,
+        weight_bytes=2 if placement.compute == "cast" else placement.stored,
+        gradient_bytes=4 if placement.compute == "cast" else placement.trained,
         casts_weights=placement.compute == "autocast",
         offloads_moments=placement.offloads_moments,
         offloads_weights=placement.offloads_weights,

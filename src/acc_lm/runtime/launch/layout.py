@@ -62,6 +62,10 @@ class Placement:
     """Number of machines in that file."""
     file_compiles: bool = False
     """True if that file asks for compilation."""
+    stored: int = 4
+    """Bytes of a parameter in the dtype that it has."""
+    trained: int = 4
+    """Those of a trained parameter: an adapter has float32 on a model of 16 bits."""
     at_once: bool = False
     """True if the memory of all of a process's gradients is taken when the first is reduced."""
     apart: bool = False
@@ -156,6 +160,7 @@ def current_placement(config: Config) -> Placement:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     precision = requested_precision(config.training.mixed_precision)
     stored = STORED[config.model.dtype]
+    trained = max(stored, 4) if config.adapter.kind != "none" else stored
     is_mixed = precision != "no"
     compute: Compute = (
         "own" if not is_mixed else "autocast" if strategy in ("single", "ddp", "tensor_parallel") else "cast"
@@ -167,10 +172,12 @@ def current_placement(config: Config) -> Placement:
         compute,
         precision,
         weights=stored,
-        state=2 * stored,
-        gradients=stored,
-        held=stored,
-        updates=stored,
+        state=3 * trained - stored,
+        gradients=trained,
+        held=trained,
+        updates=trained,
+        stored=stored,
+        trained=trained,
         shards=num_processes // parts_of_layers(),
         rows_in_parts=parts_of_rows(),
         layers_in_parts=parts_of_layers(),
@@ -179,23 +186,25 @@ def current_placement(config: Config) -> Placement:
         return replace(found, shards=1)
     if strategy == "ddp":
         # Gradients are views of buckets, which always exist. Those of earlier micro-batches are outside of them until the last.
-        return replace(found, shards=1, state=3 * stored, gradients=0, updates=0)
+        return replace(found, shards=1, state=4 * trained - stored, gradients=0, updates=0)
     if strategy.startswith("deepspeed"):
         devices = offload_device("optimizer"), offload_device("param")
         bucket = config.distributed.bucket_cap_mb * 2**20
         return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices, bucket)
     shards = _sharing(here) if strategy == "hsdp" else found.shards
-    share = stored / shards
+    share = trained / shards
     keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
-    found = replace(found, gathers="all blocks" if keeps else "blocks", reduces=4)
+    found = replace(found, gathers="all blocks" if keeps else "blocks", reduces=4 if is_mixed else trained)
     found = replace(
         found, apart=found.replicas > 1
     )  # sums between the copies are kept until the end of a backward pass
     if flag("FSDP_OFFLOAD_PARAMS"):
         found = replace(found, weights=0, state=0, gradients=0, held=0, updates=0, host=4 * share)
         return replace(found, offloads_weights=True, offloads_moments=True)
-    return replace(found, weights=share, state=2 * share, gradients=share, held=share, updates=share)
+    return replace(
+        found, weights=stored / shards, state=found.state / shards, gradients=share, held=share, updates=share
+    )
 
 
 def _sharing(here: int) -> int:
