@@ -202,7 +202,7 @@ def test_a_command_for_several_machines_says_how_many_copies_and_shards(capsys: 
 def test_a_model_without_published_runs_has_memory_and_the_reason_for_no_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pins = ["training.micro_batch_size=1", "--config", "single_gpu", "--gpus", "T4"]
+    pins = ["training.micro_batch_size=1", "--config", "single_gpu", "--gpus", "L4"]
     experts = "model.config={model_type: mixtral, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 2}"  # fmt: skip
     for words, reason in ([], None), ([experts, "training.mixed_precision=bf16"], "experts"):
         code, found = planned(["quickstart", *pins, *words], capsys)
