@@ -17,6 +17,7 @@ from acc_lm.errors import ConfigError, MachineError, OutOfMemoryError
 from acc_lm.planning import here
 from acc_lm.planning.hardware import GIB, GPUS, gpus_here
 from acc_lm.planning.here import memory_here, warn_of_memory
+from acc_lm.planning.plan import Machine
 from acc_lm.planning.probe import Probe
 
 MODEL = {
@@ -92,6 +93,12 @@ def test_gpus_of_this_machine_are_known_by_name(name: str, gigabytes: float, kno
         return
     count, gpu = gpus_here()
     assert (count, gpu.name, gpu.memory_gib) == (4, known, pytest.approx(gigabytes, abs=0.01))
+
+
+def test_all_gpus_here_are_in_one_machine(gpus: Any) -> None:
+    gpus("Tesla T4", 14.6, 8)
+    count, gpu = gpus_here()
+    assert (count, Machine(gpu, count).num_machines) == (8, 1), "others with T4s have 4"
 
 
 def test_no_gpu_here_is_one_line() -> None:

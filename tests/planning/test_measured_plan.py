@@ -128,8 +128,13 @@ def test_a_dry_run_that_fails_is_one_line(
         (["--measure", "--processes", "0"], "--processes must be a positive number of CPU processes"),
         (["--measure", "--config", "nothing"], "must be an Accelerate config"),
         (["--measure", "--html", "page.html"], "--html must come with --gpus"),
+        (["--measure", "--gpus", "here", "--html", "page.html"], "--html must be left out with --measure"),
+        (["--measure", "--config", "single_gpu", "--processes", "2"], "--processes must be 1 with "),
     ],
 )
-def test_options_that_do_not_fit_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_fit_are_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("acc_lm.runtime.has_accelerator", lambda: False)
     assert main(["plan", "quickstart", *words]) == 2
     assert line in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from acc_lm.cli import main
 from acc_lm.config import Config
 from acc_lm.config.loading import load_config
 from acc_lm.planning.hardware import GIB, parse_gpus
+from acc_lm.planning.plan import compute_dtype
 from acc_lm.planning.probe import Probe, vocabulary_of
 from acc_lm.runtime import CONFIGS_BY_SIZE, NOT_PLANNED, WITH_LAYERS_IN_PARTS, WITH_ROWS_IN_PARTS, placement_of
 from benchmarks.choices import CASES, MODELS, Case, choice_of, plan_for, probe_of
@@ -200,7 +202,7 @@ def test_a_command_for_several_machines_says_how_many_copies_and_shards(capsys: 
 def test_a_model_without_published_runs_has_memory_and_the_reason_for_no_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pins = ["training.micro_batch_size=1", "--config", "single_gpu", "--gpus", "T4"]
+    pins = ["training.micro_batch_size=1", "--config", "single_gpu", "--gpus", "L4"]
     experts = "model.config={model_type: mixtral, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 2}"  # fmt: skip
     for words, reason in ([], None), ([experts, "training.mixed_precision=bf16"], "experts"):
         code, found = planned(["quickstart", *pins, *words], capsys)
@@ -300,6 +302,102 @@ def test_a_file_with_parts_of_its_own_is_planned_as_it_would_be_launched(
     assert (placement.shards, placement.replicas) == (4, 2), "processes that share a row hold different shards"
 
 
+def test_a_model_of_16_bits_computes_in_them_and_its_adapter_is_held_in_32() -> None:
+    config = load_config(ROOT / "recipes/quickstart.yaml", ["model.dtype=bfloat16"])
+    adapted = config.model_copy(update={"adapter": config.adapter.model_copy(update={"kind": "lora"})})
+    for name, count, buckets in ("single_gpu", 1, 0), ("ddp", 2, 4), ("fsdp2", 2, 0):
+        file, shards = ROOT / f"accelerate_configs/{name}.yaml", 2 if name == "fsdp2" else 1
+        whole, adapter = (placement_of(file, count, 1, each) for each in (config, adapted))
+        assert compute_dtype(config, whole) == "bfloat16"
+        assert whole.weights == adapter.weights == 2 / shards, "bytes of a parameter"
+        assert whole.state == (4 + buckets / 2) / shards, "two moments, and DDP's bucket"
+        assert adapter.weights + adapter.state == (4 + 8 + buckets) / shards, "all in float32"
+        assert (whole.held, adapter.held) == (2 / shards, 4 / shards)
+
+
+def written(folder: Path, config: str, *edits: tuple[str, str], name: str = "own") -> str:
+    """Copy of one of the project's configs, with edits, as a user's own file."""
+    text = (ROOT / f"accelerate_configs/{config}.yaml").read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    file = folder / f"{name}.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+DYNAMO = ("num_processes:", "dynamo_config:\n  dynamo_backend: INDUCTOR\nnum_processes:")
+PARTS = ("parallelism_config_sp_size", "parallelism_config_cp_size")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "config", "edits", "name", "options"),
+    [
+        ("1xH100", "single_gpu", [], "own", ["--dynamo_backend", "inductor"]),
+        ("1xH100", "ddp", [], "own", ["--num_processes", "1", "--dynamo_backend", "inductor"]),
+        ("1xH100", "deepspeed_zero2_offload", [], "own", ["--num_processes", "1"]),
+        ("1xH100", "fsdp2_offload", [("num_processes: 2", "num_processes: -1")], "own", ["--num_processes", "1"]),
+        ("2xH100", "multi_node_deepspeed_zero3", [], "own", ["--num_processes", "2", "--num_machines", "1"]),
+        ("2xH100", "deepspeed_zero1", [DYNAMO], "own", ["--num_processes", "2", "--dynamo_backend", "no"]),
+        ("2xH100", "ddp_sequence", [PARTS], "ddp_sequence", ["--num_processes", "2", "--dynamo_backend", "inductor"]),
+    ],
+)
+def test_the_command_starts_what_was_planned_whatever_the_file_says(
+    gpus: str,
+    config: str,
+    edits: list[tuple[str, str]],
+    name: str,
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = written(tmp_path, config, *edits, name=name)
+    assert main(["plan", "quickstart", "--gpus", gpus, "--config", file]) == 0
+    (command,) = (line for line in capsys.readouterr().out.splitlines() if "--config_file" in line)
+    words = shlex.split(command)
+    assert words[4 : words.index("train.py")] == options
+
+
+@pytest.mark.parametrize(
+    ("config", "edit", "overrides", "message", "code"),
+    [
+        ("fsdp2", ("params: false", "params: false\n  fsdp_activation_checkpointing: true"), [], "must be false", 4),
+        ("fsdp2", ("fsdp_offload_params", "fsdp_ofload_params"), [], "did you mean fsdp_offload_params?", 4),
+        ("fsdp2", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"), [], "got SIZE_BASED_WRAP", 4),
+        ("hsdp", ("", ""), [], "got dp_replicate_size 2 x dp_shard_size 2 for 8 processes", 4),
+        ("hsdp", ("replicate_size: 2", "replicate_size: 1"), [], "dp_replicate_size 1 x dp_shard_size 2 for 8", 4),
+        ("fsdp2_offload", ("", ""), ["training.mixed_precision=fp16"], "must be false with fp16", 4),
+        ("deepspeed_zero2", ("", ""), ["model.dtype=bfloat16"], "model.dtype must be float32 under DeepSpeed", 4),
+        ("deepspeed_zero3", ("", ""), ["training.mixed_precision=fp8"], "must be bf16 or no under DeepSpeed", 4),
+        ("fsdp2", ("", ""), ["training.find_micro_batch_size=true"], "must be false under fsdp2", 2),
+        ("ddp", ("", ""), ["data.sequence_length=4096"], "max_position_embeddings", 2),
+    ],
+)
+def test_what_no_launch_would_start_is_not_planned(
+    config: str,
+    edit: tuple[str, str],
+    overrides: list[str],
+    message: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = written(tmp_path, config, edit)
+    assert main(["plan", "quickstart", "--gpus", "8xH100", "--config", file, *overrides]) == code
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("override", ["model.dtype=bfloat16", "optimizer.name=muon", "training.mixed_precision=fp8"])
+def test_configs_that_refuse_a_recipe_are_left_out_of_its_plan(
+    override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = planned(["quickstart", "--gpus", "8xH100", override], capsys)
+    assert code == 0
+    assert {row["config"] for row in found["rows"]} == {"ddp", "fsdp2_grad_op", "fsdp2", "fsdp2_offload"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
@@ -328,6 +426,8 @@ def test_a_file_with_parts_of_its_own_is_planned_as_it_would_be_launched(
         (["--gpus", "64xH100", "--network", "0"], "--network must be a positive number, got 0", 2),
         (["--gpus", "H100", "--machine-memory", "-1"], "--machine-memory must be a positive number, got -1", 2),
         (["--gpus", "H100", "--price", "nan"], "--price must be a positive number, got nan", 2),
+        (["--gpus", "8xA100", "training.mixed_precision=fp8"], "must be bf16 or no for the GPU A100-80, got fp8", 2),
+        (["--gpus", "4xT4", "training.mixed_precision=bf16"], "must be fp16 or no for the GPU T4, got bf16", 2),
         (["--gpus", "8xH100", "training.micro_batch_size=3", "training.global_batch_size=24"], "", 0),
         (["--gpus", "8xH100", "model.config.hidden_size=4097"], "model", 2),
     ],

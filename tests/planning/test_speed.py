@@ -134,6 +134,9 @@ def test_the_layout_of_each_config_is_the_one_above() -> None:
     assert offload == replace(LAYOUTS["zero2"](8), offloads_moments=True)
     assert read("fsdp2_offload", 8) == sharded(8, offloads_moments=True, offloads_weights=True)
     assert read("fsdp2", 8, "training.mixed_precision=no") == sharded(8, weight_bytes=4)
+    for dtype, size in ("bfloat16", 2), ("float64", 8):
+        own = read("fsdp2", 8, "training.mixed_precision=no", f"model.dtype={dtype}")
+        assert own == sharded(8, weight_bytes=size, gradient_bytes=size), "sent in the dtype of the weights"
     assert predict(read("deepspeed_zero1", 2, "training.mixed_precision=no")).bytes_sent == pytest.approx(
         3 * 0.5 * 4 * LLAMA_1B.parameters
     )

@@ -102,6 +102,9 @@ REFUSED = {
     "no processes": (MANY, ["--num_processes", "0"], "num_processes must be at least 1, got 0"),
     "uneven machines": ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 3\n", [], "must be a multiple of num_machines 2"),
     "uneven by the command line": ("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 2\n", ["--num_processes", "5"], "must be a multiple of num_machines 2, got 5"),
+    "fewer than machines": ("distributed_type: MULTI_GPU\nnum_machines: 4\nnum_processes: 4\n", ["--num_processes", "2"], "num_processes must be at least num_machines 4, got 2"),
+    "a number in words": (f"{MANY}parallelism_config:\n  parallelism_config_sp_size: two\n", [], "must be one that Accelerate can launch"),
+    "a library for fp8": (f"{MANY}mixed_precision: fp8\n", [], "must be one that Accelerate can launch, got: FP8 is not available"),
     "FSDP1": (f"{FSDP}  fsdp_version: 1\n", [], "fsdp_version must be 2, got 1"),
     "a second switch": (f"{FSDP}  fsdp_version: 2\n  fsdp_activation_checkpointing: true\n", [], "fsdp_activation_checkpointing must be false"),
     "a mesh that does not fit": (f"{FSDP}  fsdp_version: 2\nparallelism_config:\n  parallelism_config_dp_shard_size: 2\n", ["--num_processes", "3"], "got dp_replicate_size 1 x dp_shard_size 2 for 3 processes"),
@@ -122,6 +125,7 @@ def test_a_config_that_cannot_run_here_is_exit_code_4_and_one_line(
 ) -> None:
     text, options, says = REFUSED[name]
     monkeypatch.setattr(extensions, "has_libaio", lambda: False)
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: False)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 5, "scheduler": {}}')
     file, before = tmp_path / "config.yaml", dict(os.environ)
     file.write_text(f"compute_environment: LOCAL_MACHINE\n{text}")

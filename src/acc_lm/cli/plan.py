@@ -54,6 +54,11 @@ def run(known: argparse.Namespace) -> int:
         quiet_libraries()
         config = load_config(recipe, overrides)
     if known.measure and not has_accelerator():
+        if known.html is not None:
+            raise ConfigError(
+                f"--html must be left out with --measure on a machine without a GPU, whose rehearsal has no page, got {known.html}; plan for "
+                "--gpus 8xH100 without --measure"
+            )
         return _rehearse(known, config, [str(recipe), *overrides])
     return _plan(known, config, name, str(recipe), overrides)
 

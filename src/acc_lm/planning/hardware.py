@@ -139,7 +139,7 @@ def gpus_here() -> tuple[int, Gpu]:
             f"--gpus here must find one of {', '.join(GPUS)}, got {name}; name the nearest, for example 8xH100"
         )
     nearest = min(same, key=lambda gpu: abs(gpu.memory_gib - size))
-    return len(found), replace(nearest, memory_gib=size)
+    return len(found), replace(nearest, memory_gib=size, per_machine=max(nearest.per_machine, len(found)))
 
 
 def _plain(name: str) -> str:

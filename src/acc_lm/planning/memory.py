@@ -93,7 +93,7 @@ def _moments(
     block = probe.of_one_block(micro_batch_size, checkpointing, compute=placement.compute, weights=used)
     gathered = _gathered(probe, placement)
     is_cast, is_sharded = placement.compute == "cast", placement.shards_gradients
-    size = 2 if is_cast else 4
+    size = 2 if is_cast else placement.trained
     state = placement.weights * counts.total + placement.state * counts.trained + placement.staged * counts.head
     buffers = placement.buffers
     largest = float(counts.head) if head.weight else 0.0  # elements whose gradient is reduced or summed at once
@@ -179,7 +179,7 @@ class _Gathered:
 
 def _gathered(probe: Probe, placement: Placement) -> _Gathered:
     counts = probe.parameters
-    size = 2 if placement.compute == "cast" else 4
+    size = 2 if placement.compute == "cast" else placement.stored
     block, head = float(size * counts.block), float(size * counts.head)
     tied = head * counts.is_tied
     at_head = head + (

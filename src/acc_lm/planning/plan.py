@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import find_accelerate_config
-from acc_lm.errors import ConfigError
+from acc_lm.errors import ConfigError, UserError
 from acc_lm.planning.calibration import known_ratio
 from acc_lm.planning.hardware import GIB, GPUS, Gpu
 from acc_lm.planning.memory import MemoryEstimate, memory_of
@@ -37,6 +37,8 @@ AS_FAST = 0.95
 """Share of the highest speed from which another candidate counts as equally fast: the model cannot tell them apart."""
 ROOM = 0.85
 """Share of the memory that the recommended candidate uses at most, if another one is as fast."""
+CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
+"""Compute capability of the first GPUs with this precision."""
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
 
 
@@ -170,6 +172,7 @@ def make_plan(
 
     Raises:
         ConfigError: the GPUs are uneven, the global batch cannot be divided among them, or no plan is made for `only`.
+        MachineError: no config, or not `only`, can be launched with this recipe on so many GPUs.
     """
     if machine.num_gpus % machine.num_machines:
         raise ConfigError(
@@ -182,17 +185,20 @@ def make_plan(
         )
     shape = shape_of(probe)
     found: list[Candidate] = []
-    refused: ConfigError | None = None
+    refused: UserError | None = None
     for order, (name, parts) in enumerate(_launches(config, machine, only)):
         running = [each.placement for each in found if each.runs]
         if parts > 1 and any(each.processes_of_reader == 1 or each.config == name for each in running):
             continue  # fewer parts fit too, and send less
         try:
             probe.in_layers(parts) if name in WITH_LAYERS_IN_PARTS else probe.in_parts(parts)
-        except ConfigError as error:  # heads that do not divide over so many
-            refused = error
+            placement = _placed(config, machine, name, parts)
+        except UserError as error:  # heads that do not divide over so many, or a recipe that this engine cannot train
+            if only and parts == 1:
+                raise
+            refused = refused or error
             continue
-        found += _of_launch(config, probe, machine, shape, (order, name, parts), micro_batch_size, every)
+        found += _of_launch(config, probe, machine, shape, order, placement, micro_batch_size, every)
     if not found and refused is not None:
         raise refused if config.training.global_batch_size % machine.num_gpus == 0 else _uneven(config, machine)
     steps, wanted = config.training.max_steps, config.training.micro_batch_size
@@ -242,18 +248,12 @@ def _uneven(config: Config, machine: Machine, parts: int = 1) -> ConfigError:
     )
 
 
-def _of_launch(
-    config: Config,
-    probe: Probe,
-    machine: Machine,
-    shape: Shape | None,
-    launch: tuple[int, str, int],
-    micro_batch_size: int | None,
-    every: bool,
-) -> list[Candidate]:
-    """Candidates of one config with one division of the rows, without those that cannot be chosen unless `every`."""
-    order, name, parts = launch
-    length = config.data.sequence_length
+def _placed(config: Config, machine: Machine, name: str, parts: int) -> Placement:
+    """Placement under one config with one division of the rows.
+
+    Raises:
+        UserError: it cannot be launched like that, or not with this recipe.
+    """
     file = find_accelerate_config(name)
     placement = placement_of(file, machine.num_gpus, machine.num_machines, config, parts if parts > 1 else None)
     if placement.num_processes != machine.num_gpus:
@@ -261,9 +261,28 @@ def _of_launch(
             f"--config must use all GPUs, got {name}, which uses {placement.num_processes} of {machine.num_gpus}; plan for "
             f"--gpus {placement.num_processes}x..., or leave it out"
         )
-    parts = placement.processes_of_reader
-    if config.training.global_batch_size * parts % machine.num_gpus:
-        raise _uneven(config, machine, parts)
+    if machine.gpu.capability < CAPABILITIES.get(placement.precision, (0, 0)):
+        raise ConfigError(
+            f"training.mixed_precision must be {machine.gpu.precision} or no for the GPU {machine.gpu.name}, got {placement.precision}, which it "
+            f"cannot compute; set training.mixed_precision={machine.gpu.precision}"
+        )
+    if config.training.global_batch_size * placement.processes_of_reader % machine.num_gpus:
+        raise _uneven(config, machine, placement.processes_of_reader)
+    return placement
+
+
+def _of_launch(
+    config: Config,
+    probe: Probe,
+    machine: Machine,
+    shape: Shape | None,
+    order: int,
+    placement: Placement,
+    micro_batch_size: int | None,
+    every: bool,
+) -> list[Candidate]:
+    """Candidates of one placement, without those that cannot be chosen unless `every`."""
+    length, parts = config.data.sequence_length, placement.processes_of_reader
     rows = config.training.global_batch_size * parts // machine.num_gpus
     most = MAX_POSITIONS * parts // length  # of a GPU
     sizes = [b for b in range(1, rows + 1) if rows % b == 0 and (b == 1 or b <= most)]
@@ -320,6 +339,8 @@ def _timed(
 
 def compute_dtype(config: Config, placement: Placement) -> str:
     """Dtype of the products, as `modeling.flops.peak_of` names it."""
+    if placement.precision == "no" and config.model.dtype == "bfloat16":
+        return "bfloat16"
     return COMPUTE_DTYPES.get(placement.precision, "tf32" if config.training.allow_tf32 else "float32")
 
 
@@ -359,7 +380,8 @@ def layout_of(placement: Placement) -> Layout:
         reduces_each_micro_batch=placement.shards_gradients,
         scatters_gradients=is_sharded,
         overlap=placement.overlap,
-        weight_bytes=2 if placement.compute == "cast" else 4,
+        weight_bytes=2 if placement.compute == "cast" else placement.stored,
+        gradient_bytes=4 if placement.compute == "cast" else placement.trained,
         casts_weights=placement.compute == "autocast",
         offloads_moments=placement.offloads_moments,
         offloads_weights=placement.offloads_weights,

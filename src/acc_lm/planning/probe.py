@@ -28,6 +28,7 @@ from acc_lm.modeling.losses import (
     padded_vocabulary,
     summed_loss,
 )
+from acc_lm.modeling.pretrained import check_length
 from acc_lm.modeling.row_parts import RowParts
 from acc_lm.modeling.vocabulary_parts import VocabularyParts
 from acc_lm.runtime import Compute, LiveBytes, cut_fake_layers
@@ -262,6 +263,7 @@ class Probe:
         model = self._config.model.model_copy(update={"gradient_checkpointing": SWITCH[checkpointing]})
         length = self._config.data.sequence_length
         fake = build_fake_model(model, with_depth(self._model_config, depth), length, dtype, self._config.adapter)
+        check_length(fake.model, length)
         if self._layer_parts > 1:
             cut_fake_layers(fake.model, self._layer_parts)
         return fake

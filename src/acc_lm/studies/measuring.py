@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acc_lm.config.project import training_script
-from acc_lm.errors import MachineError
+from acc_lm.errors import ConfigError, MachineError
 from acc_lm.planning.calibration import keep_ratio, known_ratio
 from acc_lm.planning.memory import memory_of
 from acc_lm.planning.plan import Candidate, bytes_sent, compute_dtype, shape_of
@@ -58,6 +58,11 @@ def rehearsed(config: Config, config_file: Path, num_processes: int | None) -> t
     probe = Probe(config, vocabulary_of(config), on_gpu=False)
     num_machines = Case(config_file, 1).num_machines
     placement = placement_of(config_file, num_processes, num_machines if num_machines > 1 else None, config)
+    if num_processes not in (None, placement.num_processes):
+        raise ConfigError(
+            f"--processes must be {placement.num_processes} with {config_file}, which starts no more, got {num_processes}; leave it out, or name "
+            "another --config"
+        )
     micro, accumulation = split_global_batch(config.training, placement.num_processes, placement.processes_of_reader)
     checkpointing = next(name for name, value in SWITCH.items() if value == config.model.gradient_checkpointing)
     memory = memory_of(probe, placement, micro, accumulation, checkpointing)

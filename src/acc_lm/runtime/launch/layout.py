@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from acc_lm.config.project import find_accelerate_config
+from acc_lm.config.project import CONFIGS, find_accelerate_config
 from acc_lm.errors import ConfigError
 from acc_lm.runtime.launch.doctor import launched
+from acc_lm.runtime.launch.request import check_planned
+from acc_lm.runtime.settings.config_file import read_config
 from acc_lm.runtime.settings.deepspeed import offload_device
 from acc_lm.runtime.settings.fsdp import mesh
-from acc_lm.runtime.settings.grid import check_grid, parts_of_layers, parts_of_rows, processes_of_reader, requested_grid
+from acc_lm.runtime.settings.grid import parts_of_layers, parts_of_rows, processes_of_reader, requested_grid
 from acc_lm.runtime.settings.strategy import flag, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
@@ -54,6 +56,16 @@ class Placement:
     """Bytes of a trained parameter's gradient and of its copies at the update."""
     file: str = ""
     """Path of that config."""
+    file_processes: int | None = None
+    """Number of processes in that file, which holds where the command names no other; None: it has none."""
+    file_machines: int = 1
+    """Number of machines in that file."""
+    file_compiles: bool = False
+    """True if that file asks for compilation."""
+    stored: int = 4
+    """Bytes of a parameter in the dtype that it has."""
+    trained: int = 4
+    """Those of a trained parameter: an adapter has float32 on a model of 16 bits."""
     at_once: bool = False
     """True if the memory of all of a process's gradients is taken when the first is reduced."""
     apart: bool = False
@@ -115,13 +127,22 @@ def placement_of(
         in_layers = file.stem in WITH_LAYERS_IN_PARTS
         options += _words_for_parts(file.stem, num_processes, *((1, parts) if in_layers else (parts, 1)))
     with launched(file, options) as typed:
-        if processes_of_reader() > 1:  # sizes in the file, which fit some numbers of processes only
-            strategy = requested_strategy()
-            check_grid(world_size(), strategy, typed)
-            if strategy in ("fsdp2", "hsdp"):
-                mesh(world_size())
+        check_planned(config, typed)
+        machines, strategy = int(typed.num_machines or 1), requested_strategy()
+        # Sizes in the file, which fit some numbers of processes only; those of copies on several machines are options.
+        if strategy == "fsdp2" or (strategy == "hsdp" and (machines == 1 or processes_of_reader() > 1)):
+            mesh(world_size())
         found = current_placement(config)
-    return replace(found, config=file.stem, file=_as_typed(file), num_machines=int(typed.num_machines or 1))
+    written = read_config(file)
+    return replace(
+        found,
+        config=file.stem,
+        file=_as_typed(file),
+        file_processes=getattr(written, "num_processes", None),
+        file_machines=written.num_machines,
+        file_compiles=str((written.dynamo_config or {}).get("dynamo_backend", "no")).lower() != "no",
+        num_machines=machines,
+    )
 
 
 def _as_typed(file: Path) -> str:
@@ -130,7 +151,7 @@ def _as_typed(file: Path) -> str:
         is_the_projects = find_accelerate_config(file.stem).samefile(file)
     except ConfigError:
         is_the_projects = False
-    return f"accelerate_configs/{file.name}" if is_the_projects else str(file)
+    return f"{CONFIGS}/{file.name}" if is_the_projects else str(file)
 
 
 def current_placement(config: Config) -> Placement:
@@ -139,6 +160,7 @@ def current_placement(config: Config) -> Placement:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     precision = requested_precision(config.training.mixed_precision)
     stored = STORED[config.model.dtype]
+    trained = max(stored, 4) if config.adapter.kind != "none" else stored
     is_mixed = precision != "no"
     compute: Compute = (
         "own" if not is_mixed else "autocast" if strategy in ("single", "ddp", "tensor_parallel") else "cast"
@@ -150,10 +172,12 @@ def current_placement(config: Config) -> Placement:
         compute,
         precision,
         weights=stored,
-        state=2 * stored,
-        gradients=stored,
-        held=stored,
-        updates=stored,
+        state=3 * trained - stored,
+        gradients=trained,
+        held=trained,
+        updates=trained,
+        stored=stored,
+        trained=trained,
         shards=num_processes // parts_of_layers(),
         rows_in_parts=parts_of_rows(),
         layers_in_parts=parts_of_layers(),
@@ -162,23 +186,25 @@ def current_placement(config: Config) -> Placement:
         return replace(found, shards=1)
     if strategy == "ddp":
         # Gradients are views of buckets, which always exist. Those of earlier micro-batches are outside of them until the last.
-        return replace(found, shards=1, state=3 * stored, gradients=0, updates=0)
+        return replace(found, shards=1, state=4 * trained - stored, gradients=0, updates=0)
     if strategy.startswith("deepspeed"):
         devices = offload_device("optimizer"), offload_device("param")
         bucket = config.distributed.bucket_cap_mb * 2**20
         return _of_deepspeed(found, int(strategy[-1]), is_mixed, devices, bucket)
     shards = _sharing(here) if strategy == "hsdp" else found.shards
-    share = stored / shards
+    share = trained / shards
     keeps = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     found = replace(found, shards=shards, shards_weights=True, shards_gradients=True, shards_moments=True)
-    found = replace(found, gathers="all blocks" if keeps else "blocks", reduces=4)
+    found = replace(found, gathers="all blocks" if keeps else "blocks", reduces=4 if is_mixed else trained)
     found = replace(
         found, apart=found.replicas > 1
     )  # sums between the copies are kept until the end of a backward pass
     if flag("FSDP_OFFLOAD_PARAMS"):
         found = replace(found, weights=0, state=0, gradients=0, held=0, updates=0, host=4 * share)
         return replace(found, offloads_weights=True, offloads_moments=True)
-    return replace(found, weights=share, state=2 * share, gradients=share, held=share, updates=share)
+    return replace(
+        found, weights=stored / shards, state=found.state / shards, gradients=share, held=share, updates=share
+    )
 
 
 def _sharing(here: int) -> int:
@@ -279,22 +305,29 @@ def can_compile(placement: Placement) -> bool:
     """True if the layers of the model can be compiled under this config."""
     if placement.offloads_weights or placement.offloads_moments:
         return False
-    return "zero1" not in placement.config and "zero3" not in placement.config
+    is_zero1 = placement.shards_moments and not placement.shards_gradients
+    return not is_zero1 and placement.gathers != "limited"  # which is ZeRO-3
 
 
 def launch_words(placement: Placement, *, compiled: bool) -> list[str]:
     """Options of `accelerate launch` for this placement, besides its config."""
-    words = ["--num_processes", str(placement.num_processes)]
+    words = []
+    if placement.num_processes > 1 or placement.file_processes != 1:
+        words = ["--num_processes", str(placement.num_processes)]
+    if placement.num_machines == 1 and placement.file_machines > 1:
+        words += ["--num_machines", "1"]
     if placement.num_machines > 1:
         words += ["--num_machines", str(placement.num_machines), "--machine_rank", "RANK", "--main_process_ip", "HOST"]
         if placement.shards > 1 and placement.replicas > 1:
             words += ["--parallelism_config_dp_replicate_size", str(placement.replicas)]
             words += ["--parallelism_config_dp_shard_size", str(placement.shards // placement.rows_in_parts)]
-    if placement.processes_of_reader > 1:
+    if placement.processes_of_reader > 1 and placement.file.startswith(f"{CONFIGS}/"):
         parts = placement.rows_in_parts, placement.layers_in_parts
         words += _words_for_parts(placement.config, placement.num_processes, *parts)
     if compiled:
         words += ["--dynamo_backend", "inductor"]
         if placement.shards_weights:
             words.append("--dynamo_use_regional_compilation")
-    return words if placement.num_processes > 1 else words[2:]
+    elif placement.file_compiles:
+        words += ["--dynamo_backend", "no"]
+    return words

@@ -15,10 +15,10 @@ from acc_lm.errors import ConfigError, MachineError, UserError
 from acc_lm.runtime.launch import refusals
 from acc_lm.runtime.settings.config_file import check_config_file, config_file, lost_settings
 from acc_lm.runtime.settings.deepspeed import deepspeed_plugin, offload_device, requested_plugin
-from acc_lm.runtime.settings.fp8 import check_recipe
+from acc_lm.runtime.settings.fp8 import check_engine, check_recipe
 from acc_lm.runtime.settings.fsdp import fsdp_plugin, mesh
 from acc_lm.runtime.settings.grid import check_grid, parts_of_layers, parts_of_rows, processes_of_reader
-from acc_lm.runtime.settings.strategy import has_accelerator, requested_strategy, world_size
+from acc_lm.runtime.settings.strategy import has_accelerator, requested_precision, requested_strategy, world_size
 
 if TYPE_CHECKING:
     from accelerate.utils import TorchDynamoPlugin
@@ -103,27 +103,56 @@ def accelerates_own_refusals() -> Iterator[None]:
 
 def _fit_recipe(config: Config, request: LaunchRequest) -> tuple[int, int]:
     """Check the recipe against the launch, then return `split_global_batch` of it."""
-    refusals.refuse_other_dtypes(config, request.strategy, request.precision)
-    refusals.refuse_a_search_that_hangs(config, request.strategy)
-    if request.precision == "fp8":
-        check_recipe(config)
+    _refuse_recipe(config, request.strategy, request.precision, request.num_processes)
     refusals.refuse_what_an_apple_gpu_cannot_do(config.model.dtype, request.precision, request.has_accelerator)
     refusals.refuse_what_a_cpu_cannot_do(config.distributed, request.strategy, request.has_accelerator)
-    refusals.refuse_a_hook_that_fails(config, request.strategy)
-    if config.optimizer.name == "muon" and request.strategy.startswith("deepspeed"):
+    micro_batch_size, accumulation = split_global_batch(config.training, request.num_processes)
+    refusals.refuse_overwritten_gradients(request.compiler, accumulation)
+    return micro_batch_size, accumulation
+
+
+def _refuse_recipe(config: Config, strategy: str, precision: str, num_processes: int) -> None:
+    """Refuse a recipe that this launch cannot train on any machine, whatever its micro-batch is."""
+    refusals.refuse_other_dtypes(config, strategy, precision)
+    refusals.refuse_a_search_that_hangs(config, strategy)
+    if precision == "fp8":
+        check_recipe(config)
+    refusals.refuse_a_hook_that_fails(config, strategy)
+    if config.optimizer.name == "muon" and strategy.startswith("deepspeed"):
         raise MachineError(
             "optimizer.name must be adamw under DeepSpeed, which updates flat parts of the weights that are no longer matrices, got muon; "
             "set optimizer.name=adamw, or use accelerate_configs/fsdp2.yaml"
         )
-    num_readers = request.num_processes // processes_of_reader()
+    num_readers = num_processes // processes_of_reader()
     if config.data.streaming and config.data.num_streams % num_readers:
         raise ConfigError(
-            f"data.num_streams must be a multiple of the number of processes {request.num_processes}{divided_by()}, got {config.data.num_streams}; "
+            f"data.num_streams must be a multiple of the number of processes {num_processes}{divided_by()}, got {config.data.num_streams}; "
             f"nearest: {nearest_multiples(config.data.num_streams, num_readers)}"
         )
-    micro_batch_size, accumulation = split_global_batch(config.training, request.num_processes)
-    refusals.refuse_overwritten_gradients(request.compiler, accumulation)
-    return micro_batch_size, accumulation
+
+
+def check_planned(config: Config, typed: Namespace) -> None:
+    """Check a launch that another machine may make, by those checks of `read_launch` that hold on every machine.
+
+    Args:
+        typed: arguments of `accelerate launch`.
+
+    Raises:
+        MachineError: no machine can start this launch.
+        ConfigError: it cannot train this recipe.
+    """
+    with accelerates_own_refusals():
+        check_config_file(typed)
+        num_processes, strategy = world_size(), requested_strategy()
+        precision = requested_precision(config.training.mixed_precision)
+        check_grid(num_processes, strategy, typed)
+        refusals.refuse_what_needs_complete_layers(config, precision)
+        refusals.refuse_offloaded_fp16(strategy, precision)
+        if precision == "fp8":
+            check_engine("mixed_precision", strategy)
+        _refuse_recipe(config, strategy, precision, num_processes)
+        if strategy in ("fsdp2", "hsdp"):
+            fsdp_plugin(precision, has_accelerator=True)
 
 
 def divided_by() -> str:

@@ -197,6 +197,11 @@ def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
                 raise MachineError(
                     f"num_processes must be at least 1, got {arguments.num_processes}; give --num_processes N, or set it in {file}"
                 )
+            if arguments.num_processes < (arguments.num_machines or 1):
+                raise MachineError(
+                    f"num_processes must be at least num_machines {arguments.num_machines}, got {arguments.num_processes}; give --num_processes "
+                    f"N, the processes of all machines, or set it in {file}"
+                )
             if arguments.use_deepspeed and not arguments.cpu:
                 named = [*config.deepspeed_config, *(["mixed_precision"] if takes_precision else [])]
                 arguments.deepspeed_fields_from_accelerate_config = ",".join(named)
@@ -205,7 +210,7 @@ def launch_with(file: Path, *options: str) -> tuple[Namespace, dict[str, str]]:
                 environment = prepare_multi_gpu_env(arguments)
             else:
                 _, environment = prepare_simple_launcher_cmd_env(arguments)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, TypeError, RuntimeError) as error:
         raise MachineError(
             f"{file} must be one that Accelerate can launch, got: {' '.join(str(error).split())}; correct it"
         ) from None

@@ -27,11 +27,7 @@ def check_machine(key: str, strategy: str) -> None:
     Raises:
         MachineError: torchao is not installed, or the GPU or the engine does not support fp8.
     """
-    if strategy.startswith("deepspeed"):
-        raise MachineError(
-            f"{key} must be bf16 or no under DeepSpeed, got fp8, which torchao supports for one GPU, DDP and FSDP2; use "
-            "accelerate_configs/fsdp2.yaml"
-        )
+    check_engine(key, strategy)
     if find_spec("torchao") is None:
         raise MachineError(
             f"{key} must be bf16 or no without torchao, got fp8; install it (pip install 'acc-lm[fp8]') or set it to bf16"
@@ -41,6 +37,19 @@ def check_machine(key: str, strategy: str) -> None:
         raise MachineError(
             f"{key} must be bf16 or no on {torch.cuda.get_device_name()}, got fp8, which needs compute capability 8.9 and it has {found}; "
             "set it to bf16"
+        )
+
+
+def check_engine(key: str, strategy: str) -> None:
+    """Check that the engine of a launch can run fp8.
+
+    Raises:
+        MachineError: it cannot.
+    """
+    if strategy.startswith("deepspeed"):
+        raise MachineError(
+            f"{key} must be bf16 or no under DeepSpeed, got fp8, which torchao supports for one GPU, DDP and FSDP2; use "
+            "accelerate_configs/fsdp2.yaml"
         )
 
 
