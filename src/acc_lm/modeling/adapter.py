@@ -178,7 +178,9 @@ def _widen(model: PreTrainedModel, names: Iterable[str]) -> None:
         parameter.data = parameter.data.float()
 
     def widen(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_widened(value) for value in inputs)
+        # A weight that an engine has gathered in 16 bits needs none.
+        is_wide = all(parameter.dtype != torch.bfloat16 for parameter in module.parameters(recurse=False))
+        return tuple(_widened(value) for value in inputs) if is_wide else inputs
 
     def narrow(module: nn.Module, inputs: Any, output: Any) -> Any:
         return output.bfloat16() if isinstance(output, Tensor) and output.dtype == torch.float32 else output
