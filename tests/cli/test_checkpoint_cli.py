@@ -77,7 +77,10 @@ def test_a_converted_folder_is_the_exported_one_and_nothing_near_it_is_touched(
     assert (tmp_path / "tmp-model/thesis.txt").read_text() == "mine"
     assert model.stat().st_mode == run.stat().st_mode
     final = {file.name: file.read_bytes() for file in (run / "final").iterdir() if file.name != "README.md"}
-    assert {file.name: file.read_bytes() for file in model.iterdir()} == final
+    steps = json.loads(final.pop("run.json"))
+    assert steps.pop("card"), "of a card that a converted folder has not"
+    assert json.loads((model / "run.json").read_text()) == steps
+    assert {file.name: file.read_bytes() for file in model.iterdir() if file.name != "run.json"} == final
     assert json.loads(final["generation_config.json"])["eos_token_id"] == [0, 5]
 
 

@@ -243,7 +243,7 @@ def test_a_watched_report_waits_for_the_next_attempt(
     monkeypatch.setattr(report, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(report, "PATIENCE_FACTOR", 0)
     plan = Plan(tmp_path, tiny_recipe, [["preempted", 75, 2], ["killed", 0, 4], FINISHED])
-    launch = plan.start("--pause", "1")
+    launch = plan.start("--pause", "3")
     wait_for(plan.run / ".keep-going")
     assert main(["report", str(plan.run), "--watch"]) == 0
     *lines, page = capsys.readouterr().out.splitlines()

@@ -159,4 +159,4 @@ def test_a_page_where_nothing_fits_or_a_number_has_no_plan(tmp_path: Path, capsy
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["plan", write_recipe(tmp_path), "--gpus", "H100", "--html", str(tmp_path / "file/plan.html")]) == 2
-    assert "must be a file that can be written" in capsys.readouterr().err
+    assert "plan.html must be in a folder that can be written" in capsys.readouterr().err

@@ -300,7 +300,7 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Ca
     assert main(["report", str(run), str(tmp_path / "runs/../runs/one")]) == 2
     assert "once, got one twice" in capsys.readouterr().err
     assert main(["report", str(run), "--output", str(run / METRICS / "page.html")]) == 2
-    assert "must be a file that can be written" in capsys.readouterr().err
+    assert "page.html must be in a folder that can be written" in capsys.readouterr().err
 
 
 def test_a_failed_and_a_killed_run_say_so_first(tmp_path: Path) -> None:
